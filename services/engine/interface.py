@@ -1,0 +1,123 @@
+"""The engine as its roles see it. The real engine and the simulated one both fit it.
+
+Everything here is called on the asyncio event loop and returns without waiting for a forward pass;
+the engine computes in a thread (or on timers) of its own.
+
+A sequence's life:
+
+    LOCAL         submit -> events(): TextGenerated..., SequenceFinished -> release
+    PREFILL_ONLY  submit -> events(): ChunkComputed..., FirstTokenSampled -> export_kv... -> release
+    HANDOFF       submit -> reserved -> accept_first_token, import_kv... -> join (or compute_locally)
+                         -> events(): TextGenerated..., SequenceFinished -> release
+"""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import torch
+
+from services.engine.request import (
+    EngineInfo,
+    EngineLoad,
+    EngineRequest,
+    SampledToken,
+    SequenceEvent,
+    SequenceTimings,
+    SubmitMode,
+)
+
+
+class Sequence(Protocol):
+    """One submitted request. Whoever submits it releases it, on every path."""
+
+    request: EngineRequest
+    timings: SequenceTimings
+
+    def events(self) -> AsyncIterator[SequenceEvent]:
+        """What happens to the sequence, in order; iterate once.
+
+        Ends after SequenceFinished, or after FirstTokenSampled for PREFILL_ONLY. Raises
+        SequenceReleased if released meanwhile, EngineStopped if the engine fails or closes.
+        """
+        ...
+
+    async def reserved(self) -> None:
+        """Waits until blocks for the context and one more are held (HANDOFF).
+
+        Raises SequenceReleased or EngineStopped.
+        """
+        ...
+
+    def accept_first_token(self, token: SampledToken) -> None:
+        """Takes the prefill worker's token as the next generated one and emits its text (HANDOFF).
+
+        Before `join`; at most once. If the token ends the reply (end-of-sequence, max_tokens
+        reached) SequenceFinished follows and no join is needed.
+        """
+        ...
+
+    def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
+        """A contiguous CPU copy (2, layers, tokens, kv_heads, head_size), keys before values.
+
+        Only of positions that a ChunkComputed event has named, and before release.
+        """
+        ...
+
+    def import_kv(
+        self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
+    ) -> None:
+        """Writes one page, laid out as `export_kv` gives it, into the reserved blocks (HANDOFF).
+
+        Raises InvalidKvPage: ranges outside the context, a size that does not fit, a repeat of a
+        (layer, token) already imported; SequenceReleased after release.
+        """
+        ...
+
+    @property
+    def kv_complete(self) -> bool:
+        """Whether every layer of every context token has been imported."""
+        ...
+
+    def reset_kv(self) -> None:
+        """Forgets imported pages, for a second attempt from another prefill worker."""
+        ...
+
+    def join(self) -> None:
+        """Puts the sequence into the running batch. Raises InvalidKvPage unless `kv_complete`.
+
+        The first token must have been accepted.
+        """
+        ...
+
+    def compute_locally(self) -> None:
+        """Runs the context on this engine instead of importing it; an accepted first token stands."""
+        ...
+
+    def release(self) -> None:
+        """Stops compute within one step and frees the blocks. Idempotent, from any state."""
+        ...
+
+
+class Engine(Protocol):
+    """A model with its KV pool and its batch."""
+
+    info: EngineInfo
+
+    async def start(self) -> None:
+        """Starts computing; returns when requests can be submitted."""
+        ...
+
+    async def close(self) -> None:
+        """Stops; live sequences raise EngineStopped."""
+        ...
+
+    def submit(self, request: EngineRequest, mode: SubmitMode) -> Sequence:
+        """Admits a sequence, queued included.
+
+        Raises InvalidRequest (PromptTooLong if it could never fit), QueueFull, EngineStopped.
+        """
+        ...
+
+    def load(self) -> EngineLoad:
+        """A snapshot for the router and for status."""
+        ...
