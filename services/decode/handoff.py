@@ -1,0 +1,147 @@
+"""Brings a sequence's prompt into this worker's cache: from a prefill worker, a spare, or here.
+
+Invariant: the first token that was passed on stands. A later attempt fetches the KV cache again and
+its own first token is discarded; a worker that fails costs time, never text.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+from grpc import StatusCode, aio
+from opentelemetry import trace
+
+from baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from services.decode.kv_receiver import KvReceiver, Transfer
+from services.engine.errors import InvalidKvPage, InvalidRequest
+from services.engine.interface import Sequence
+from services.rpc.status import PrefillUnavailable, field_of
+from services.settings import LocalPrefill
+from services.wire import identity_to_proto, token_from_proto
+from services.worker import Worker
+
+log = structlog.get_logger()
+
+_MS = 1000.0
+
+
+@dataclass(slots=True)
+class HandoffReport:
+    """What the handoff took, for the reply's timings."""
+
+    attempts: int = 0
+    target: str = ""
+    prefill_queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer: Transfer | None = None
+    started: float = field(default_factory=time.monotonic)
+
+
+class Handoff:
+    """One sequence's way into the running batch.
+
+    Args:
+        stub_for: a Prefill stub for a `host:port`.
+        report: filled in as things happen, read by whoever writes the messages.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        sequence: Sequence,
+        request: decode_pb2.GenerateRequest,
+        stub_for: Callable[[str], prefill_pb2_grpc.PrefillAsyncStub],
+        report: HandoffReport,
+        time_remaining: Callable[[], float | None],
+    ) -> None:
+        self._worker = worker
+        self._sequence = sequence
+        self._request = request
+        self._stub_for = stub_for
+        self._report = report
+        self._time_remaining = time_remaining
+        self._has_first_token = False
+        self._tracer = worker.telemetry.tracer
+
+    async def run(self) -> None:
+        """Returns once the sequence has joined the batch (or runs its prompt here).
+
+        Raises PrefillUnavailable when nobody could, InvalidRequest when a worker refused the prompt.
+        """
+        with self._tracer.start_as_current_span("queue"):
+            await self._sequence.reserved()
+        failures: list[str] = []
+        for target in self._request.prefill_targets:
+            try:
+                await self._attempt(target)
+            except (aio.AioRpcError, InvalidKvPage) as error:
+                failures.append(f"{target}: {_reason(error)}")
+                log.warning("prefill attempt failed", target=target, reason=_reason(error))
+                self._raise_if_final(error)
+                self._sequence.reset_kv()
+                continue
+            self._sequence.join()
+            return
+        if self._worker.settings.local_prefill is LocalPrefill.NEVER:
+            raise PrefillUnavailable("no prefill worker delivered: " + "; ".join(failures or ["none was named"]))
+        self._report.attempts += 1
+        self._report.target = "local"
+        self._sequence.compute_locally()
+
+    async def _attempt(self, target: str) -> None:
+        self._report.attempts += 1
+        began = time.monotonic()
+        receiver = KvReceiver(
+            self._sequence,
+            self._worker.engine.info.identity,
+            self._worker.traffic,
+            lambda message: self._take_first_token(target, began, message),
+        )
+        outcome = "error"
+        try:
+            with self._tracer.start_as_current_span("kv_transfer") as span:
+                transfer = await receiver.pull(self._stub_for(target), self._prefill_request(), self._time_remaining())
+                span.set_attributes({"baton.kv.bytes": transfer.num_bytes, "baton.kv.pages": transfer.num_pages})
+            outcome = "ok"
+        finally:
+            self._worker.telemetry.metrics.prefill_attempt(outcome)
+        self._report.transfer = transfer
+        self._worker.telemetry.metrics.kv_transfer(transfer.num_bytes, transfer.after_first_token_s, "received")
+
+    def _take_first_token(self, target: str, began: float, message: prefill_pb2.FirstToken) -> None:
+        if self._has_first_token:
+            return  # what was emitted stands
+        self._has_first_token = True
+        report = self._report
+        report.target = target
+        # Time lost on workers that failed is time spent waiting for one that works.
+        lost_ms = (began - report.started) * _MS if report.attempts > 1 else 0.0
+        report.prefill_queue_ms = message.timings.queue_ms + lost_ms
+        report.prefill_ms = message.timings.prefill_ms
+        trace.get_current_span().add_event("first_token")
+        self._sequence.accept_first_token(token_from_proto(message.token))
+
+    def _prefill_request(self) -> prefill_pb2.PrefillRequest:
+        request = self._request
+        return prefill_pb2.PrefillRequest(
+            reply_id=request.reply_id,
+            identity=identity_to_proto(self._worker.engine.info.identity),
+            prompt_token_ids=request.prompt_token_ids,
+            generated_token_ids=request.generated_token_ids,
+            sampling=request.sampling,
+            choice_index=request.choice_index,
+            priority=request.priority,
+            max_page_bytes=self._worker.settings.max_page_bytes,
+        )
+
+    def _raise_if_final(self, error: Exception) -> None:
+        """A request that one worker finds invalid, every worker will."""
+        if isinstance(error, aio.AioRpcError) and error.code() is StatusCode.INVALID_ARGUMENT:
+            raise InvalidRequest(field_of(error) or "request", error.details() or "refused by prefill") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

@@ -1,0 +1,76 @@
+"""The Prefill service: admit, compute, send, release.
+
+Handlers write to the context instead of yielding: a generator that is dropped mid-yield would
+release its blocks only when it is collected, a coroutine does so on the spot.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from grpc import aio
+
+from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from services.engine.errors import EngineError
+from services.engine.identity import check_compatible
+from services.engine.request import SubmitMode
+from services.prefill.kv_sender import KvSender
+from services.rpc.status import Draining, abort
+from services.wire import engine_request, identity_from_proto
+from services.worker import Worker
+
+PrefillContext = aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillMessage]
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Runs prompts for decode workers."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Prefill(  # type: ignore[override]  # the stub knows only generators
+        self, request: prefill_pb2.PrefillRequest, context: PrefillContext
+    ) -> None:
+        """Streams the KV cache and the first token of one prompt; frees both when the call ends."""
+        try:
+            with self._worker.lifecycle.track():
+                await self._prefill(request, context)
+        except (EngineError, Draining) as error:
+            await abort(context, error)
+
+    async def _prefill(self, request: prefill_pb2.PrefillRequest, context: PrefillContext) -> None:
+        worker = self._worker
+        if worker.lifecycle.draining.is_set():
+            raise Draining("this prefill worker is draining")
+        identity = worker.engine.info.identity
+        check_compatible(identity, identity_from_proto(request.identity))
+        sequence = worker.engine.submit(engine_request(request), SubmitMode.PREFILL_ONLY)
+        try:
+            await context.send_initial_metadata(())
+            sender = KvSender(
+                sequence,
+                identity,
+                request.transfer_id,
+                sequence.request.num_context_tokens,
+                min(request.max_page_bytes or worker.settings.max_page_bytes, worker.settings.max_page_bytes),
+            )
+            async with aclosing(sender.messages()) as messages:
+                async for message in messages:
+                    await context.write(message)
+                    worker.traffic.sent += len(message.page.payload)
+        finally:
+            sequence.release()
+
+    async def GetInfo(
+        self,
+        request: common_pb2.GetInfoRequest,
+        context: aio.ServicerContext[common_pb2.GetInfoRequest, common_pb2.WorkerInfo],
+    ) -> common_pb2.WorkerInfo:
+        return self._worker.info()
+
+    async def WatchLoad(
+        self,
+        request: common_pb2.WatchLoadRequest,
+        context: aio.ServicerContext[common_pb2.WatchLoadRequest, common_pb2.Load],
+    ) -> AsyncIterator[common_pb2.Load]:
+        async for load in self._worker.watch_load(request.interval_ms):
+            yield load

@@ -1,0 +1,50 @@
+"""Channels and the transport options of both ends, with the reasons in one place.
+
+- A peer that is killed shows as UNAVAILABLE at once; one that is stopped or behind a black hole
+  shows only through unanswered pings. gRPC needs `ping_timeout_ms` beside the keepalive settings
+  for that, else it waits for over half a minute (measured).
+- Pings flow without calls too, since a decode worker's channel to prefill may idle between prompts;
+  servers therefore permit them and strike nobody.
+- Pages are about 1 MB, the fastest size measured on loopback; the limit stands at four times that,
+  on purpose, on both ends.
+- A worker that comes back is dialled again within a second: the default backoff grows to minutes.
+"""
+
+from collections.abc import Sequence
+
+from grpc import aio
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + 64 * 1024
+_PING_EVERY_MS = 2_000
+_PING_TIMEOUT_MS = 4_000
+
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", _PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_KEEPALIVE,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),  # workers are neighbours; a proxy variable must not catch them
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # two workers on one port is a mistake, not load balancing
+)
+
+
+def create_channel(target: str, interceptors: Sequence[aio.ClientInterceptor] = ()) -> aio.Channel:
+    """An insecure channel to `host:port`. It connects lazily and reconnects by itself."""
+    return aio.insecure_channel(target, options=CHANNEL_OPTIONS, interceptors=list(interceptors))

@@ -1,0 +1,80 @@
+"""Settings of a worker process, from `BATON_*` variables, parsed once and frozen.
+
+A bad value stops the process with the variable's name: `load` is the only way in.
+"""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class LocalPrefill(StrEnum):
+    """When a decode worker may run a fresh prompt on its own model."""
+
+    NEVER = "never"  # only prefill workers do
+    FALLBACK = "fallback"  # when no prefill worker answers, and for prompts below the threshold
+    ALWAYS = "always"  # colocated: there are no prefill workers
+
+
+class EngineKind(StrEnum):
+    """Which engine computes."""
+
+    HF = "hf"
+    SIM = "sim"
+
+
+class WorkerSettings(BaseSettings):
+    """One prefill or decode process."""
+
+    model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="ignore")
+
+    listen: str = "127.0.0.1:0"
+    model: Path = Field(description="folder of a Hugging Face model")
+    model_name: str = ""  # empty: the folder's name
+    engine: EngineKind = EngineKind.HF
+    local_prefill: LocalPrefill = LocalPrefill.FALLBACK
+    local_prefill_max_tokens: int = Field(0, ge=0)  # prompts up to this length skip the handoff
+    kv_memory_mb: int = Field(1024, ge=1)
+    block_size: int = Field(16, ge=1, le=1024)
+    max_num_seqs: int = Field(32, ge=1)
+    max_queue_len: int = Field(256, ge=0)
+    max_batched_tokens: int = Field(512, ge=1)
+    prefill_chunk: int = Field(256, ge=1)
+    max_model_len: int = Field(0, ge=0)  # 0: the model's own
+    threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
+    max_page_bytes: int = Field(1024 * 1024, ge=1024, le=4 * 1024 * 1024)
+    drain_s: float = Field(25.0, ge=0)
+    sim_prefill_ms_per_token: float = Field(0.0, ge=0)
+    sim_token_ms: float = Field(33.0, ge=0)
+    sim_jitter_ms: float = Field(8.0, ge=0)
+    sim_seed: int = 42
+
+    @field_validator("listen")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError("must be host:port, for example 127.0.0.1:50051")
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _is_folder(cls, value: Path) -> Path:
+        if not (value / "config.json").is_file():
+            raise ValueError(f"{value} is not a model folder: it has no config.json")
+        return value
+
+    @classmethod
+    def load(cls) -> Self:
+        """Parses the environment; on a bad value prints each variable at fault and exits with 2."""
+        try:
+            return cls()
+        except ValidationError as error:
+            for fault in error.errors():
+                name = "BATON_" + "_".join(str(part) for part in fault["loc"]).upper()
+                print(f"{name}: {fault['msg']} (got {fault['input']!r})", file=sys.stderr)
+            raise SystemExit(2) from None
