@@ -84,7 +84,9 @@ class Handoff:
             self._sequence.join()
             return
         if self._worker.settings.local_prefill is LocalPrefill.NEVER:
-            raise PrefillUnavailable("no prefill worker delivered: " + "; ".join(failures or ["none was named"]))
+            raise PrefillUnavailable(
+                "no prefill worker delivered: " + "; ".join(failures or ["none was named"])
+            )
         self._report.attempts += 1
         self._report.target = "local"
         self._sequence.compute_locally()
@@ -101,13 +103,19 @@ class Handoff:
         outcome = "error"
         try:
             with self._tracer.start_as_current_span("kv_transfer") as span:
-                transfer = await receiver.pull(self._stub_for(target), self._prefill_request(), self._time_remaining())
-                span.set_attributes({"baton.kv.bytes": transfer.num_bytes, "baton.kv.pages": transfer.num_pages})
+                transfer = await receiver.pull(
+                    self._stub_for(target), self._prefill_request(), self._time_remaining()
+                )
+                span.set_attributes(
+                    {"baton.kv.bytes": transfer.num_bytes, "baton.kv.pages": transfer.num_pages}
+                )
             outcome = "ok"
         finally:
             self._worker.telemetry.metrics.prefill_attempt(outcome)
         self._report.transfer = transfer
-        self._worker.telemetry.metrics.kv_transfer(transfer.num_bytes, transfer.after_first_token_s, "received")
+        self._worker.telemetry.metrics.kv_transfer(
+            transfer.num_bytes, transfer.after_first_token_s, "received"
+        )
 
     def _take_first_token(self, target: str, began: float, message: prefill_pb2.FirstToken) -> None:
         if self._has_first_token:
@@ -138,7 +146,9 @@ class Handoff:
     def _raise_if_final(self, error: Exception) -> None:
         """A request that one worker finds invalid, every worker will."""
         if isinstance(error, aio.AioRpcError) and error.code() is StatusCode.INVALID_ARGUMENT:
-            raise InvalidRequest(field_of(error) or "request", error.details() or "refused by prefill") from error
+            raise InvalidRequest(
+                field_of(error) or "request", error.details() or "refused by prefill"
+            ) from error
 
 
 def _reason(error: Exception) -> str:

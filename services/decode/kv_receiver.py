@@ -46,7 +46,10 @@ class KvReceiver:
         self._num_bytes = 0
 
     async def pull(
-        self, stub: prefill_pb2_grpc.PrefillAsyncStub, request: prefill_pb2.PrefillRequest, timeout_s: float | None
+        self,
+        stub: prefill_pb2_grpc.PrefillAsyncStub,
+        request: prefill_pb2.PrefillRequest,
+        timeout_s: float | None,
     ) -> Transfer:
         """Runs the call to its end.
 
@@ -93,5 +96,7 @@ class KvReceiver:
         if self._first_token_at is None:
             raise InvalidKvPage("the transfer ended without a first token")
         if result.num_pages != self._num_pages or not self._sequence.kv_complete:
-            raise InvalidKvPage(f"{self._num_pages} of {result.num_pages} pages arrived, or ranges are missing")
+            raise InvalidKvPage(
+                f"{self._num_pages} of {result.num_pages} pages arrived, or ranges are missing"
+            )
         return Transfer(self._num_pages, self._num_bytes, time.monotonic() - self._first_token_at)

@@ -26,7 +26,12 @@ class KvSender:
     """
 
     def __init__(
-        self, sequence: Sequence, identity: ModelIdentity, transfer_id: str, num_tokens: int, max_page_bytes: int
+        self,
+        sequence: Sequence,
+        identity: ModelIdentity,
+        transfer_id: str,
+        num_tokens: int,
+        max_page_bytes: int,
     ) -> None:
         self._sequence = sequence
         self._identity = identity
@@ -75,7 +80,9 @@ class KvSender:
             async for event in self._sequence.events():
                 if isinstance(event, ChunkComputed):
                     self._pages.extend(
-                        kv_page.split(self._identity, event.token_start, event.token_end, self._max_page_bytes)
+                        kv_page.split(
+                            self._identity, event.token_start, event.token_end, self._max_page_bytes
+                        )
                     )
                 elif isinstance(event, FirstTokenSampled):
                     self._first_token = event.token

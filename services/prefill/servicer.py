@@ -4,6 +4,7 @@ Handlers write to the context instead of yielding: a generator that is dropped m
 release its blocks only when it is collected, a coroutine does so on the spot.
 """
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -12,7 +13,7 @@ from grpc import aio
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.engine.errors import EngineError
 from services.engine.identity import check_compatible
-from services.engine.request import SubmitMode
+from services.engine.request import SequenceTimings, SubmitMode
 from services.prefill.kv_sender import KvSender
 from services.rpc.status import Draining, abort
 from services.wire import engine_request, identity_from_proto
@@ -43,6 +44,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise Draining("this prefill worker is draining")
         identity = worker.engine.info.identity
         check_compatible(identity, identity_from_proto(request.identity))
+        accepted_ns = time.time_ns()
         sequence = worker.engine.submit(engine_request(request), SubmitMode.PREFILL_ONLY)
         try:
             await context.send_initial_metadata(())
@@ -59,6 +61,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     worker.traffic.sent += len(message.page.payload)
         finally:
             sequence.release()
+            self._record_spans(accepted_ns, sequence.timings)
+
+    def _record_spans(self, accepted_ns: int, timings: SequenceTimings) -> None:
+        """Opens the stages' spans after the fact: the engine's thread only took durations."""
+        start_ns = accepted_ns
+        for name, duration_s in (("queue", timings.queue_s), ("prefill", timings.prefill_s)):
+            if duration_s is None:
+                return
+            span = self._worker.telemetry.tracer.start_span(name, start_time=start_ns)
+            start_ns += int(duration_s * 1e9)
+            span.end(end_time=start_ns)
 
     async def GetInfo(
         self,

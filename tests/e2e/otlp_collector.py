@@ -19,7 +19,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request, context):  # type: ignore[no-untyped-def]
         for resource in request.resource_spans:
-            service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
+            service = next(
+                a.value.string_value for a in resource.resource.attributes if a.key == "service.name"
+            )
             for scope in resource.scope_spans:
                 self.spans += [(service, span) for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()

@@ -80,6 +80,16 @@ class RawStream:
             self._unchunk()
         return frames(self.body)[:count]
 
+    def read_to_text(self) -> Frame:
+        """Reads until an event carries reply text; returns it."""
+        while True:
+            for frame in frames(self.body):
+                if frame.text:
+                    return frame
+            if self.complete or not self._fill():
+                raise AssertionError(f"the stream ended without text: {self.body!r}")
+            self._unchunk()
+
     def read_all(self) -> list[Frame]:
         """Reads to the end of the body or of the connection."""
         while not self.complete and self._fill():
@@ -108,7 +118,9 @@ def frames(body: bytes) -> list[Frame]:
     return found
 
 
-def post_json(port: int, path: str, body: dict[str, Any] | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+def post_json(
+    port: int, path: str, body: dict[str, Any] | bytes, **headers: str
+) -> tuple[int, dict[str, Any]]:
     """A plain POST whose response is JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = httpx.post(
@@ -134,4 +146,3 @@ def resume(port: int, event_id: str) -> RawStream:
     """Resumes after an event ID."""
     reply_id = event_id.partition(":")[0]
     return RawStream(port, "GET", f"/v1/streams/{reply_id}", Last_Event_ID=event_id)
-

@@ -75,7 +75,9 @@ def test_the_openai_client_gets_through_keepalives_during_a_long_prefill(slow_st
 
 
 def test_keepalives_really_flow_during_the_prefill(slow_stack: Stack) -> None:
-    with stream_chat(slow_stack.port, max_tokens=2, messages=[{"role": "user", "content": "hello " * 20}]) as stream:
+    with stream_chat(
+        slow_stack.port, max_tokens=2, messages=[{"role": "user", "content": "hello " * 20}]
+    ) as stream:
         stream.read_all()
         assert stream.body.count(b": keep-alive\n") >= 5
 

@@ -28,9 +28,12 @@ NUM_NEW_TOKENS = 24
 def prompts(model_folder: Path) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     chats = [
-        tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids for text in PROMPTS
+        tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids
+        for text in PROMPTS
     ]
-    prose = tokenizer.encode("A relay is a race in which each runner hands a baton to the next one. " * 120).ids
+    prose = tokenizer.encode(
+        "A relay is a race in which each runner hands a baton to the next one. " * 120
+    ).ids
     return chats + [prose[:count] for _, count in TOKEN_COUNTS]
 
 

@@ -36,16 +36,19 @@ def test_streamed_and_buffered_text_are_equal_for_a_seed(real_stack: Stack) -> N
     assert other != buffered
 
 
-def test_one_trace_from_gateway_to_prefill_and_a_ttft_that_adds_up(tmp_path: Path, model_folder: Path) -> None:
+def test_one_trace_from_gateway_to_prefill_and_a_ttft_that_adds_up(
+    tmp_path: Path, model_folder: Path
+) -> None:
     with running_collector() as collector:
         flags = ("--model", str(model_folder))
         with running_stack(tmp_path, *flags, otlp_endpoint=f"http://{collector.address}") as stack:
             model = httpx.get(f"{stack.url}/v1/models").json()["data"][0]["id"]
             for attempt in range(3):  # the first one warms up
                 started = time.monotonic()
-                with stream_chat(stack.port, model=model, messages=QUESTION, max_tokens=8, seed=attempt) as stream:
-                    while not any(frame.text for frame in stream.read_frames(100_000 if stream.complete else 2)):
-                        stream.read_frames(len(stream.read_frames(10**6 if stream.complete else 1)) + 1)
+                with stream_chat(
+                    stack.port, model=model, messages=QUESTION, max_tokens=8, seed=attempt
+                ) as stream:
+                    stream.read_to_text()
                     measured_ms = (time.monotonic() - started) * 1000
                     reply_id = stream.read_all()[0].event_id.partition(":")[0]
             timings = httpx.get(f"{stack.url}/v1/streams/{reply_id}/state").json()["timings"]
@@ -62,7 +65,9 @@ def test_one_trace_from_gateway_to_prefill_and_a_ttft_that_adds_up(tmp_path: Pat
 def check_tree(collector, trace_id: bytes) -> None:  # type: ignore[no-untyped-def]
     """gateway SERVER > chat {model} > Decode (client, server) > Prefill (client, server)."""
     spans = {span.span_id: (service, span) for service, span in collector.spans if span.trace_id == trace_id}
-    prefill = next(s for service, s in spans.values() if service == "baton-prefill" and "Prefill/Prefill" in s.name)
+    prefill = next(
+        s for service, s in spans.values() if service == "baton-prefill" and "Prefill/Prefill" in s.name
+    )
     path = []
     span = prefill
     while span.parent_span_id:

@@ -18,7 +18,11 @@ def text_of(events: list[Frame]) -> str:
 
 
 def replay(port: int, reply_id: str, after: int = 0) -> RawStream:
-    return RawStream(port, "GET", f"/v1/streams/{reply_id}?after={reply_id}:{after}" if after else f"/v1/streams/{reply_id}")
+    return RawStream(
+        port,
+        "GET",
+        f"/v1/streams/{reply_id}?after={reply_id}:{after}" if after else f"/v1/streams/{reply_id}",
+    )
 
 
 def whole_stream(port: int) -> tuple[list[Frame], bytes]:
@@ -34,7 +38,11 @@ def test_a_reply_ends_with_done_and_its_text_is_the_buffered_one(sim_stack: Stac
     assert events[-1].data == "[DONE]"
     buffered = httpx.post(
         f"{sim_stack.url}/v1/chat/completions",
-        json={"model": "baton-sim", "messages": [{"role": "user", "content": "Tell me about relay races."}], **REPLY},
+        json={
+            "model": "baton-sim",
+            "messages": [{"role": "user", "content": "Tell me about relay races."}],
+            **REPLY,
+        },
         timeout=60,
     ).json()
     assert buffered["choices"][0]["message"]["content"] == text_of(events) != ""

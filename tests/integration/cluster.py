@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpc import aio
-
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from observability.telemetry import setup
-from services.decode.__main__ import add_servicer as add_decode
 from services.engine.factory import create_engine
 from services.engine.sim_model import write_sim_model
-from services.prefill.__main__ import add_servicer as add_prefill
 from services.rpc.interceptors import TracingServerInterceptor
+
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from services.decode.__main__ import add_servicer as add_decode
+from services.prefill.__main__ import add_servicer as add_prefill
 from services.rpc.server import RpcServer
 from services.settings import EngineKind, WorkerSettings
 from services.worker import Worker, engine_config
@@ -42,7 +42,13 @@ async def running_worker(
     model: Path, role: common_pb2.Role, add_servicer: AddServicer, name: str, **overrides: object
 ) -> AsyncIterator[RunningWorker]:
     """One worker; `overrides` are fields of `WorkerSettings`."""
-    values = {"model": model, "engine": EngineKind.SIM, "sim_token_ms": 1.0, "sim_jitter_ms": 0.0, **overrides}
+    values = {
+        "model": model,
+        "engine": EngineKind.SIM,
+        "sim_token_ms": 1.0,
+        "sim_jitter_ms": 0.0,
+        **overrides,
+    }
     settings = WorkerSettings.model_validate(values)
     telemetry = setup(name, instance="test")
     engine = create_engine(engine_config(settings), settings.engine.value)
@@ -87,7 +93,9 @@ async def running_cluster(
     cluster = Cluster()
     async with AsyncExitStack() as stack:
         for _ in range(num_prefill):
-            prefill = running_worker(model, common_pb2.ROLE_PREFILL, add_prefill, "baton.v1.Prefill", **overrides)
+            prefill = running_worker(
+                model, common_pb2.ROLE_PREFILL, add_prefill, "baton.v1.Prefill", **overrides
+            )
             cluster.prefill.append(await stack.enter_async_context(prefill))
         decode = running_worker(
             model,

@@ -74,7 +74,9 @@ async def test_a_continuation_gives_the_rest(cluster: Cluster, cut: int) -> None
 
 
 async def test_one_token_is_one_token(cluster: Cluster) -> None:
-    reply = await collect(cluster.stub.Generate(generate_request(prefill_targets=cluster.targets, max_tokens=1)))
+    reply = await collect(
+        cluster.stub.Generate(generate_request(prefill_targets=cluster.targets, max_tokens=1))
+    )
     assert len(reply.token_ids) == 1
     assert reply.finished is not None
     assert reply.finished.num_generated_tokens == 1
@@ -262,7 +264,9 @@ async def test_cancelling_frees_both_sides(tmp_path: Path, after_messages: int) 
 
 async def test_many_at_once_equal_each_alone(cluster: Cluster) -> None:
     requests = [
-        generate_request(f"reply-{i:016d}", num_prompt_tokens=10 + 37 * i, prefill_targets=cluster.targets, seed=i)
+        generate_request(
+            f"reply-{i:016d}", num_prompt_tokens=10 + 37 * i, prefill_targets=cluster.targets, seed=i
+        )
         for i in range(12)
     ]
     alone = [await collect(cluster.stub.Generate(request)) for request in requests]
@@ -280,7 +284,9 @@ async def test_a_draining_worker_finishes_its_work_and_refuses_more(tmp_path: Pa
         await cluster.decode[0].worker.lifecycle.draining.wait()
         with pytest.raises(aio.AioRpcError) as caught:
             await collect(
-                cluster.stub.Generate(generate_request("reply-bbbbbbbbbbbbbbbb", prefill_targets=cluster.targets))
+                cluster.stub.Generate(
+                    generate_request("reply-bbbbbbbbbbbbbbbb", prefill_targets=cluster.targets)
+                )
             )
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         reply = await collect(call)
