@@ -5,7 +5,8 @@ predecessor; only the holder of the highest epoch seen appends; nothing follows 
 what was appended never changes.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -13,6 +14,9 @@ from typing import Any, Protocol
 from gateway.events import Event, ReplyStatus
 
 SCHEMA_VERSION = 1
+TOMBSTONE_S = 24 * 3600.0  # how long, after a log has expired, "gone" can be told from "unknown"
+
+_REPLY_ID = re.compile(r"[A-Za-z0-9_-]{16,64}")
 
 
 class EventLogError(Exception):
@@ -25,6 +29,14 @@ class ReplyExists(EventLogError):
 
 class ReplyUnknown(EventLogError):
     """No reply of this ID is or was here, as far as the log remembers."""
+
+
+class InvalidReplyId(ReplyUnknown):
+    """Not the shape of a reply ID, so no reply can ever have it."""
+
+
+class CursorConflict(EventLogError):
+    """The cursor is no point of this log: it lies ahead of it, or another owner wrote that event."""
 
 
 class ReplyGone(EventLogError):
@@ -73,12 +85,12 @@ class AppendOutcome(Enum):
     APPENDED = "appended"
     DUPLICATE = "duplicate"  # already there, written by the same epoch
     GAP = "gap"  # its predecessor is missing: the log lost data, or the caller skipped
-    FENCED = "fenced"  # a higher epoch owns the reply, or the log has ended
+    FENCED = "fenced"  # a higher epoch owns the reply, wrote that event, or the log has ended
 
 
 @dataclass(frozen=True, slots=True)
 class AppendResult:
-    """Outcome of one event; `expected_seq` is the next seq that the log would take."""
+    """Outcome of one event; `expected_seq` is the next seq that the log takes after the whole batch."""
 
     outcome: AppendOutcome
     expected_seq: int
@@ -86,12 +98,21 @@ class AppendResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingAppend:
-    """Events of one reply that its owner wants appended, in order."""
+    """Events of one reply that its owner wants appended, in order.
+
+    `epoch` is the owner's, for the fence; each event keeps the epoch of whoever wrote it first.
+    """
 
     reply_id: str
     epoch: int
     events: tuple[Event, ...]
     status: ReplyStatus  # stored with the events
+
+
+def check_reply_id(reply_id: str) -> None:
+    """Raises InvalidReplyId. Both logs call this before an ID becomes a key."""
+    if _REPLY_ID.fullmatch(reply_id) is None:
+        raise InvalidReplyId(f"not a reply ID: {reply_id[:80]!r}")
 
 
 class EventLog(Protocol):
@@ -116,6 +137,13 @@ class EventLog(Protocol):
         """Creates an empty log owned by this gateway; returns its epoch (1). Raises ReplyExists."""
         ...
 
+    async def restore(self, meta: ReplyMeta, epoch: int) -> bool:
+        """Makes an owned reply's log appendable again after the store lost data; then re-append.
+
+        Leaves an intact log as it is. False: a higher epoch owns it, or it has ended and expired.
+        """
+        ...
+
     async def append(self, batch: Sequence[PendingAppend]) -> list[list[AppendResult]]:
         """Appends events of many replies in one round trip; results per reply, per event.
 
@@ -127,7 +155,7 @@ class EventLog(Protocol):
         """Events with seq > after, oldest first. Raises ReplyUnknown, ReplyGone."""
         ...
 
-    def follow(self, reply_id: str, after: int) -> AsyncIterator[list[Event]]:
+    def follow(self, reply_id: str, after: int) -> AsyncGenerator[list[Event], None]:
         """Pages from the cursor, then what is appended, until the terminal event.
 
         For replies owned elsewhere; needs no connection of its own. Raises ReplyUnknown, ReplyGone.
@@ -150,8 +178,11 @@ class EventLog(Protocol):
         """Renews this gateway's leases (reply ID to epoch); False: fenced or missing."""
         ...
 
-    async def attach(self, reply_id: str) -> None:
-        """Marks this gateway as having a client on the reply, for about twice the lease time."""
+    async def attach(self, *reply_ids: str) -> None:
+        """Marks this gateway as having a client on each reply, for twice the lease time.
+
+        Also renews marks, of many replies in one round trip. Replies that are not there are passed over.
+        """
         ...
 
     async def detach(self, reply_id: str) -> None:

@@ -5,7 +5,7 @@ exactly one terminal event (`done` or `error`). Every event renders to at most o
 format, so that an event ID marks an exact point of the byte stream.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -20,7 +20,8 @@ class EventKind(StrEnum):
     item_start   {"choice"}
     part_start   {"choice"}
     delta        {"choice", "text": str (never empty), "token_ids": [int, ...],
-                  "logprobs": [{"token_id", "token", "logprob", "top": [[token_id, token, logprob]]}] or absent,
+                  "logprobs": [{"token_id", "token", "logprob",
+                                "top": [[token_id, token, logprob]]}] or absent,
                   "at_ms": ms since the request arrived, on the owner's monotonic clock}
     text_done    {"choice"}
     part_done    {"choice"}
@@ -54,12 +55,17 @@ TERMINAL_KINDS = frozenset({EventKind.DONE, EventKind.ERROR})
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry of a reply's log. `epoch` is that of the owner that wrote it."""
+    """One entry of a reply's log. `epoch` is that of the owner that wrote it.
+
+    `logged` is False only for an event that had to go out while the log was down: its SSE frame
+    then says `id: <reply>:<seq>.<epoch>`. It is no part of the event's identity.
+    """
 
     seq: int
     kind: EventKind
     payload: dict[str, Any]
     epoch: int = 1
+    logged: bool = field(default=True, compare=False)
 
     @property
     def is_terminal(self) -> bool:

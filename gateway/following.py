@@ -1,0 +1,69 @@
+"""Following a reply from the log when another gateway owns it.
+
+Invariant: never wrong text. A reader that holds an event of one epoch goes on only if the log holds
+that very event; otherwise CursorConflict. A log that is briefly down, or being restored by its
+owner, is waited for. Must not know: who owns the reply.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from gateway.event_log import CursorConflict, EventLog, LogUnavailable, ReplyUnknown
+from gateway.events import Event
+
+RETRY_S = 0.2
+
+
+async def follow_from(
+    log: EventLog,
+    reply_id: str,
+    after: int,
+    after_epoch: int | None,
+    *,
+    patience_s: float,
+    clock: Callable[[], float],
+) -> AsyncGenerator[list[Event], None]:
+    """Pages after the cursor until the terminal event.
+
+    `after_epoch`: who wrote the event at the cursor, where the reader knows. Failures before the
+    first answer are raised; later ones are waited out for `patience_s`, then raised.
+    """
+    cursor, epoch = after, after_epoch
+    answered = after_epoch is not None and after > 0
+    troubled_since: float | None = None
+    while True:
+        try:
+            async with aclosing(_verified(log, reply_id, cursor, epoch)) as pages:
+                async for page in pages:
+                    answered, troubled_since = True, None
+                    if page:
+                        cursor, epoch = page[-1].seq, page[-1].epoch
+                        yield page
+            return
+        except (LogUnavailable, ReplyUnknown):
+            now = clock()
+            troubled_since = now if troubled_since is None else troubled_since
+            if not answered or now - troubled_since > patience_s:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+async def _verified(
+    log: EventLog, reply_id: str, after: int, epoch: int | None
+) -> AsyncGenerator[list[Event], None]:
+    """`log.follow`, after a look at the event at the cursor; an empty page says that the log answered."""
+    check = epoch is not None and after > 0
+    if not check:
+        await log.state(reply_id)
+        yield []
+    async with aclosing(log.follow(reply_id, after - 1 if check else after)) as pages:
+        async for page in pages:
+            if check:
+                if page[0].seq != after or page[0].epoch != epoch:
+                    raise CursorConflict(f"event {after} was not written by epoch {epoch}")
+                check = False
+                page = page[1:]
+            yield page
+    if check:
+        raise CursorConflict(f"the log ended before event {after}")
