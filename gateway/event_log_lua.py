@@ -1,0 +1,203 @@
+"""The scripts of the Redis event log: each is one atomic decision, judged by Redis' own clock.
+
+Keys of a reply, all in one cluster slot: `:events` (stream, IDs `<seq>-0`), `:meta` (hash), `:watch`
+(hash: gateway to expiry of its attachment mark, in ms), `:gone` (tombstone). Scripts that work on many
+replies take each reply's keys as one group and treat each group alone, behind a pcall.
+With Redis Cluster a call may touch one slot only: call once per group (or slot) there; only
+`RedisEventLog._append_chunk`, `renew` and `attach` pass more than one group.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua source and the SHA-1 that EVALSHA knows it by."""
+
+    source: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", hashlib.sha1(self.source.encode()).hexdigest())
+
+
+_NOW = """
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+"""
+
+# KEYS: meta, gone. ARGV: schema, doc, gateway, lease token, safety TTL ms. 1 created, 0 exists.
+CREATE = Script("""
+if redis.call('HGET', KEYS[1], 'lease') == ARGV[4] then return 1 end
+if redis.call('EXISTS', KEYS[1], KEYS[2]) > 0 then return 0 end
+redis.call('HSET', KEYS[1], 'schema', ARGV[1], 'doc', ARGV[2], 'status', 'queued', 'epoch', 1,
+  'last_seq', 0, 'owner', ARGV[3], 'lease', ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+return 1
+""")
+
+# KEYS: events, meta, gone. ARGV: schema, doc, gateway, lease token, safety TTL ms, epoch.
+# 1 appendable (an intact log stays as it is), 0 fenced.
+RESTORE = Script("""
+local m = redis.pcall('HMGET', KEYS[2], 'epoch', 'last_seq')
+if not m.err and m[1] then
+  if tonumber(m[1]) > tonumber(ARGV[6]) then return 0 end
+  local len = redis.pcall('XLEN', KEYS[1])
+  if type(len) == 'number' and len == tonumber(m[2]) then return 1 end
+elseif redis.call('EXISTS', KEYS[3]) == 1 then
+  return 0
+end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[2], 'schema', ARGV[1], 'doc', ARGV[2], 'status', 'queued', 'epoch', ARGV[6],
+  'last_seq', 0, 'owner', ARGV[3], 'lease', ARGV[4])
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
+return 1
+""")
+
+# KEYS per reply: events, meta, watch, gone.
+# ARGV: gateway, reply TTL ms, tombstone ms, safety TTL ms; then per reply: epoch, status, number of
+# events, and per event: seq, epoch, kind, is terminal (0/1), payload.
+# Answer per reply: outcomes as letters (A appended, D duplicate, G gap, F fenced), the next seq the
+# log takes, and the other gateways with a live mark.
+# XADD into an empty stream takes any ID, so lost data is recognised here: the stream must be exactly
+# as long as meta says.
+APPEND = Script(
+    _NOW
+    + """
+local function append(k, first, epoch, status, count)
+  local m = redis.call('HMGET', KEYS[k + 1], 'epoch', 'last_seq', 'terminal_seq')
+  if not m[1] then
+    local code = redis.call('EXISTS', KEYS[k + 3]) == 1 and 'F' or 'G'
+    return {string.rep(code, count), 1}
+  end
+  local stored, last, terminal = tonumber(m[1]), tonumber(m[2]), m[3]
+  if epoch < stored then return {string.rep('F', count), last + 1} end
+  if redis.call('XLEN', KEYS[k]) ~= last then return {string.rep('G', count), 1} end
+  if epoch > stored then redis.call('HSET', KEYS[k + 1], 'epoch', epoch, 'owner', ARGV[1]) end
+  local codes, before = {}, last
+  for i = 1, count do
+    local a = first + (i - 1) * 5
+    local seq, code = tonumber(ARGV[a]), nil
+    if seq < 1 then
+      code = 'F'
+    elseif seq <= last then
+      local id = ARGV[a] .. '-0'
+      local held = redis.call('XRANGE', KEYS[k], id, id)[1]
+      code = held and held[2][4] == ARGV[a + 1] and 'D' or 'F'
+    elseif terminal then
+      code = 'F'
+    elseif seq > last + 1 then
+      code = 'G'
+    else
+      local added = redis.pcall('XADD', KEYS[k], ARGV[a] .. '-0', 'kind', ARGV[a + 2],
+        'epoch', ARGV[a + 1], 'payload', ARGV[a + 4])
+      if type(added) == 'table' and added.err then
+        code = 'G'
+      else
+        code, last = 'A', seq
+        if ARGV[a + 3] == '1' then terminal = seq end
+      end
+    end
+    codes[i] = code
+  end
+  local answer = {table.concat(codes), last + 1}
+  if last == before then return answer end
+  redis.call('HSET', KEYS[k + 1], 'last_seq', last, 'status', status)
+  if before == 0 then redis.call('PEXPIRE', KEYS[k], ARGV[4]) end
+  if terminal then
+    redis.call('HSET', KEYS[k + 1], 'terminal_seq', terminal)
+    redis.call('PEXPIRE', KEYS[k], ARGV[2])
+    redis.call('PEXPIRE', KEYS[k + 1], ARGV[2])
+    redis.call('SET', KEYS[k + 3], '1', 'PX', ARGV[3])
+  end
+  local marks = redis.call('HGETALL', KEYS[k + 2])
+  if #marks > 0 then
+    local now = now_ms()
+    for i = 1, #marks, 2 do
+      if marks[i] ~= ARGV[1] and tonumber(marks[i + 1]) > now then answer[#answer + 1] = marks[i] end
+    end
+  end
+  return answer
+end
+
+local answers, a = {}, 5
+for k = 1, #KEYS, 4 do
+  local count = tonumber(ARGV[a + 2])
+  local ok, answer = pcall(append, k, a + 3, tonumber(ARGV[a]), ARGV[a + 1], count)
+  answers[#answers + 1] = ok and answer or {string.rep('G', count), 1}
+  a = a + 3 + count * 5
+end
+return answers
+"""
+)
+
+# KEYS: meta, events, gone. ARGV: lease token seen, new token, gateway, schema, safety TTL ms.
+# The new epoch; 0 lost; -1 unknown; -2 gone.
+CLAIM = Script("""
+local m = redis.call('HMGET', KEYS[1], 'lease', 'terminal_seq', 'schema')
+if not m[1] then return redis.call('EXISTS', KEYS[3]) == 1 and -2 or -1 end
+if m[1] ~= ARGV[1] or m[2] or tonumber(m[3]) > tonumber(ARGV[4]) then return 0 end
+redis.call('HSET', KEYS[1], 'lease', ARGV[2], 'owner', ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
+return redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+""")
+
+# KEYS per reply: events, meta. ARGV: new lease token, safety TTL ms, then each reply's epoch.
+# Answer per reply: 0 fenced or missing, 1 renewed, 2 renewed and a cancel is asked for.
+RENEW = Script("""
+local function renew(k, epoch)
+  local m = redis.call('HMGET', KEYS[k + 1], 'epoch', 'terminal_seq', 'cancel')
+  if m[1] ~= epoch then return 0 end
+  if m[2] then return 1 end
+  redis.call('HSET', KEYS[k + 1], 'lease', ARGV[1])
+  redis.call('PEXPIRE', KEYS[k], ARGV[2])
+  redis.call('PEXPIRE', KEYS[k + 1], ARGV[2])
+  return m[3] and 2 or 1
+end
+local answers = {}
+for k = 1, #KEYS, 2 do
+  local ok, answer = pcall(renew, k, ARGV[2 + (k + 1) / 2])
+  answers[#answers + 1] = ok and answer or 0
+end
+return answers
+""")
+
+# KEYS per reply: meta, watch. ARGV: gateway, mark ms. The watch key lives as long as its last mark.
+ATTACH = Script(
+    _NOW
+    + """
+local expiry = now_ms() + tonumber(ARGV[2])
+for k = 1, #KEYS, 2 do
+  if redis.call('EXISTS', KEYS[k]) == 1 then
+    redis.pcall('HSET', KEYS[k + 1], ARGV[1], expiry)
+    redis.pcall('PEXPIRE', KEYS[k + 1], ARGV[2])
+  end
+end
+return 1
+"""
+)
+
+# KEYS: watch. 1 if any gateway's mark is live.
+IS_ATTACHED = Script(
+    _NOW
+    + """
+local marks, now = redis.call('HVALS', KEYS[1]), now_ms()
+for i = 1, #marks do
+  if tonumber(marks[i]) > now then return 1 end
+end
+return 0
+"""
+)
+
+# KEYS: meta, gone. The owner's gateway, '' if the reply has ended; -1 unknown; -2 gone.
+CANCEL = Script("""
+local m = redis.call('HMGET', KEYS[1], 'owner', 'terminal_seq')
+if not m[1] then return redis.call('EXISTS', KEYS[2]) == 1 and -2 or -1 end
+if m[2] then return '' end
+redis.call('HSET', KEYS[1], 'cancel', '1')
+return m[1]
+""")
