@@ -111,6 +111,10 @@ class Engine(Protocol):
         """Stops; live sequences raise EngineStopped."""
         ...
 
+    async def failed(self) -> None:
+        """Returns when the engine can compute no more, which nobody asked for; the process should end."""
+        ...
+
     def submit(self, request: EngineRequest, mode: SubmitMode) -> Sequence:
         """Admits a sequence, queued included.
 

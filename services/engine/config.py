@@ -1,0 +1,33 @@
+"""What an engine is built from. Frozen; parsed from the environment elsewhere (`services/settings.py`)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine. Sizes in tokens unless said otherwise.
+
+    Args:
+        model: a Hugging Face folder.
+        model_name: what clients call it.
+        max_model_len: prompt and reply together; None takes the model's own bound.
+        max_batched_tokens: token budget of one step, over all sequences.
+        prefill_chunk: most tokens of one prompt in one step.
+        threads: torch threads of the process.
+    """
+
+    model: Path
+    model_name: str
+    block_size: int = 16
+    kv_memory_bytes: int = 1024**3
+    max_num_seqs: int = 32
+    max_queue_len: int = 256
+    max_batched_tokens: int = 512
+    prefill_chunk: int = 256
+    max_model_len: int | None = None
+    threads: int = 1
+    sim_prefill_ms_per_token: float = 0.0
+    sim_token_ms: float = 33.0
+    sim_jitter_ms: float = 8.0
+    sim_seed: int = 42

@@ -1,0 +1,95 @@
+"""The KV cache: one pool of slots per layer, addressed through block tables.
+
+Slot `block x block_size + offset` holds the keys and values of one position in every layer. Padding
+reads slots of others behind a mask, so every slot must hold finite numbers at all times: the pool
+starts as zeros and `import_range` refuses anything else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.engine.errors import InvalidKvPage
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """Shape of the cache of one model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str = "float32"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """2 (keys and values) x layers x KV heads x head size x element bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.torch_dtype.itemsize
+
+
+class KvCache:
+    """The pool of one engine, shape (layers, 2, slots, kv_heads, head_size)."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int) -> None:
+        self.layout = layout
+        self.block_size = block_size
+        self._pool = torch.zeros(
+            layout.num_layers,
+            2,
+            num_blocks * block_size,
+            layout.num_kv_heads,
+            layout.head_size,
+            dtype=layout.torch_dtype,
+        )
+
+    def layer(self, index: int) -> torch.Tensor:
+        """Keys and values of one layer, a view (2, slots, kv_heads, head_size)."""
+        return self._pool[index]
+
+    def slots(self, block_table: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Slots of positions [start, end), shape (end - start,)."""
+        positions = torch.arange(start, end)
+        blocks = torch.tensor(block_table, dtype=torch.long)[positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def export_range(
+        self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int
+    ) -> torch.Tensor:
+        """A contiguous copy (2, layers, tokens, kv_heads, head_size)."""
+        slots = self.slots(block_table, token_start, token_end)
+        return self._pool[layer_start:layer_end, :, slots].transpose(0, 1).contiguous()
+
+    def import_range(
+        self,
+        block_table: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        payload: memoryview,
+    ) -> None:
+        """Writes bytes laid out as `export_range` gives them. Raises InvalidKvPage."""
+        layout = self.layout
+        shape = (2, layer_end - layer_start, token_end - token_start, layout.num_kv_heads, layout.head_size)
+        expected = torch.Size(shape).numel() * layout.torch_dtype.itemsize
+        if len(payload) != expected:
+            raise InvalidKvPage(f"payload has {len(payload)} bytes, its ranges need {expected}")
+        # A bytearray, because torch refuses to promise that it will not write to read-only memory.
+        page = torch.frombuffer(bytearray(payload), dtype=layout.torch_dtype).view(shape)
+        if not torch.isfinite(page).all():
+            raise InvalidKvPage("payload holds NaN or infinity")
+        slots = self.slots(block_table, token_start, token_end)
+        self._pool[layer_start:layer_end, :, slots] = page.transpose(0, 1)
+
+
+def num_blocks_for(layout: KvLayout, block_size: int, memory_bytes: int, most_tokens: int) -> int:
+    """Blocks that fit the budget, and no more than could ever be used at once; at least one."""
+    affordable = memory_bytes // (layout.bytes_per_token * block_size)
+    return max(1, min(affordable, -(-most_tokens // block_size)))

@@ -1,0 +1,41 @@
+"""Which parts of a sequence's KV cache have been imported.
+
+Invariant: each (layer, position) is imported at most once per attempt; a page that would repeat one,
+or lies outside, changes nothing.
+"""
+
+import torch
+
+from services.engine.errors import InvalidKvPage
+
+
+class KvCoverage:
+    """A flag for every layer of every context token."""
+
+    def __init__(self, num_layers: int, num_tokens: int) -> None:
+        self._imported = torch.zeros(num_layers, num_tokens, dtype=torch.bool)
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._imported.all())
+
+    def check(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> None:
+        """Raises InvalidKvPage if the ranges are empty, outside, or partly imported already."""
+        num_layers, num_tokens = self._imported.shape
+        if not (0 <= layer_start < layer_end <= num_layers and 0 <= token_start < token_end <= num_tokens):
+            raise InvalidKvPage(
+                f"layers {layer_start}-{layer_end}, tokens {token_start}-{token_end} lie outside "
+                f"{num_layers} layers of {num_tokens} tokens"
+            )
+        if self._imported[layer_start:layer_end, token_start:token_end].any():
+            raise InvalidKvPage(
+                f"layers {layer_start}-{layer_end}, tokens {token_start}-{token_end}: imported already"
+            )
+
+    def add(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> None:
+        """Marks a range as imported; `check` it first."""
+        self._imported[layer_start:layer_end, token_start:token_end] = True
+
+    def reset(self) -> None:
+        """Forgets everything imported."""
+        self._imported.zero_()

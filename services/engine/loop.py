@@ -1,0 +1,196 @@
+"""The real engine: one thread of its own that schedules, runs the model, samples and reports.
+
+The lock is held while a step is planned and while its results are taken in, never during the forward
+pass, so the event loop is never held up by it. Blocks of a sequence that is released in mid-step are
+freed after the step: the forward pass may still write to them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import structlog
+import torch
+
+from services.engine.config import EngineConfig
+from services.engine.errors import EngineStopped
+from services.engine.model_runner import ModelRunner
+from services.engine.paged_engine import PagedEngine
+from services.engine.request import (
+    ChunkComputed,
+    FirstTokenSampled,
+    SampledToken,
+    SequenceEvent,
+    SubmitMode,
+)
+from services.engine.sampler import SampleRow, sample
+from services.engine.scheduler import ScheduledChunk
+from services.engine.sequence import EngineSequence, SequenceState
+
+log = structlog.get_logger()
+
+_MAX_FAILED_STEPS = 3  # in a row; one bad batch is that batch's fault, three are the engine's
+
+Deliveries = list[tuple[EngineSequence, list[SequenceEvent]]]
+
+
+class HfEngine(PagedEngine):
+    """A transformers model behind `interface.Engine`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        torch.set_num_threads(config.threads)
+        self._runner = ModelRunner(config.model)
+        super().__init__(
+            config,
+            self._runner.layout,
+            vocab_size=self._runner.vocab_size,
+            model_max_len=self._runner.max_model_len,
+            eos_token_ids=self._runner.eos_token_ids,
+        )
+        self._runner.bind(self.cache)
+        self._work = threading.Condition(self._lock)
+        self._stopping = False
+        self._in_flight: set[EngineSequence] = set()
+        self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+
+    async def start(self) -> None:
+        """See `interface.Engine.start`."""
+        self._open()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """See `interface.Engine.close`. Waits for the step in progress."""
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        self._stop("the engine has been closed")
+        if self._loop is not None and self._thread.is_alive():
+            await self._loop.run_in_executor(None, self._thread.join)
+
+    def on_runnable(self, sequence: EngineSequence) -> None:
+        self._work.notify()
+
+    def _remove(self, sequence: EngineSequence) -> None:
+        if sequence not in self._in_flight:
+            super()._remove(sequence)
+
+    def _run(self) -> None:
+        """The thread. Ends when the engine closes or cannot compute any more."""
+        num_failed = 0
+        while num_failed < _MAX_FAILED_STEPS:
+            with self._work:
+                if admitted := self.scheduler.admit():
+                    self._on_loop(partial(self._announce, admitted))
+                while not self._stopping and not self.scheduler.has_runnable:
+                    self._work.wait()
+                if self._stopping:
+                    return
+                chunks = self.scheduler.schedule()
+                self._in_flight = {chunk.sequence for chunk in chunks}
+            started = time.monotonic()
+            try:
+                tokens = self._compute(chunks)
+            except Exception as error:
+                log.exception("step failed", sequences=len(chunks))
+                num_failed += 1
+                self._hand_over(self._abandon(chunks), EngineStopped(f"a step failed: {error}"))
+                continue
+            num_failed = 0
+            with self._work:
+                self._in_flight = set()
+                deliveries = self._take_in(chunks, tokens, started, time.monotonic())
+            self._hand_over(deliveries)
+        self._on_loop(self._fail)
+
+    def _compute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
+        if not chunks:
+            return []
+        logits = self._runner.forward(chunks)
+        rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples]
+        with torch.inference_mode():
+            return sample(logits, rows) if rows else []
+
+    def _sample_row(self, sequence: EngineSequence) -> SampleRow:
+        request = sequence.request
+        stops = request.sampling.stop_token_ids
+        ends = stops if request.sampling.ignore_eos else (*self.info.eos_token_ids, *stops)
+        return SampleRow(
+            sampling=request.sampling,
+            choice_index=request.choice_index,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            end_token_ids=ends,
+        )
+
+    def _take_in(
+        self, chunks: Sequence[ScheduledChunk], tokens: Sequence[SampledToken], started: float, ended: float
+    ) -> Deliveries:
+        """Moves every sequence of the step on; the lock is held."""
+        deliveries: Deliveries = []
+        sampled = iter(tokens)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            token = next(sampled) if chunk.samples else None
+            if sequence.state is SequenceState.RELEASED:
+                self._remove(sequence)
+                continue
+            sequence.num_computed_tokens = chunk.end
+            self._count_computed(sequence, chunk.start, chunk.end)
+            _note_times(sequence, started, ended, sampled=token is not None)
+            deliveries.append((sequence, self._advance(chunk, token)))
+        return deliveries
+
+    def _advance(self, chunk: ScheduledChunk, token: SampledToken | None) -> list[SequenceEvent]:
+        sequence = chunk.sequence
+        if sequence.mode is not SubmitMode.PREFILL_ONLY:
+            return [] if token is None else sequence.take_token(token)
+        events: list[SequenceEvent] = [ChunkComputed(chunk.start, chunk.end)]
+        if token is not None:
+            sequence.state = SequenceState.ENDED  # the blocks stay until the pages have been taken
+            events.append(FirstTokenSampled(token))
+        return events
+
+    def _abandon(self, chunks: Sequence[ScheduledChunk]) -> Deliveries:
+        with self._work:
+            self._in_flight = set()
+            for chunk in chunks:
+                if chunk.sequence.state is not SequenceState.RELEASED:
+                    chunk.sequence.state = SequenceState.ENDED
+                self._remove(chunk.sequence)
+        return [(chunk.sequence, []) for chunk in chunks]
+
+    def _hand_over(self, deliveries: Deliveries, failure: EngineStopped | None = None) -> None:
+        """One wake-up of the event loop for everything that a step led to."""
+
+        def deliver() -> None:
+            for sequence, events in deliveries:
+                sequence.post(events)
+                if failure is not None:
+                    sequence.fail(failure)
+
+        self._on_loop(deliver)
+
+    def _on_loop(self, action: Callable[[], None]) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(action)
+
+    def _fail(self) -> None:
+        self._stop("the engine has failed: see the worker's log")
+        self._has_failed.set()
+
+
+def _note_times(sequence: EngineSequence, started: float, ended: float, *, sampled: bool) -> None:
+    timings = sequence.timings
+    if sequence.joined_at is not None:
+        if timings.join_s is None:
+            timings.join_s = started - sequence.joined_at
+            timings.first_step_s = ended - started
+        return
+    if sequence.first_chunk_at is None:
+        sequence.first_chunk_at = started
+        if timings.queue_s is None:
+            timings.queue_s = started - sequence.submitted_at
+    if sampled and timings.prefill_s is None:
+        timings.prefill_s = ended - sequence.first_chunk_at

@@ -1,0 +1,191 @@
+"""What the real and the simulated engine have in common: admission, blocks, delivery of events.
+
+Invariant: every sequence that was submitted and not released is known here, so that a failing engine
+leaves nobody waiting. A subclass computes; it is told when a sequence becomes runnable.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import ClassVar
+
+import structlog
+from tokenizers import Tokenizer
+
+from services.engine.block_manager import BlockManager
+from services.engine.config import EngineConfig
+from services.engine.detokenizer import TextStream
+from services.engine.errors import EngineStopped, UnsupportedModel
+from services.engine.identity import make_identity
+from services.engine.kv_cache import KvCache, KvLayout, num_blocks_for
+from services.engine.request import EngineInfo, EngineLoad, EngineRequest, SubmitMode
+from services.engine.request_check import check_request
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import EngineSequence, SequenceState
+
+log = structlog.get_logger()
+
+
+class PagedEngine:
+    """Base of the engines; implements `interface.Engine` but for start and close."""
+
+    natural_length: ClassVar[int | None] = None  # of a simulated reply
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KvLayout,
+        *,
+        vocab_size: int,
+        model_max_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.config = config
+        self.max_model_len = min(config.max_model_len or model_max_len, model_max_len)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        num_blocks = num_blocks_for(
+            layout,
+            config.block_size,
+            config.kv_memory_bytes,
+            most_tokens=config.max_num_seqs * self.max_model_len,
+        )
+        self.cache = KvCache(layout, num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_queue_len=config.max_queue_len,
+            max_batched_tokens=config.max_batched_tokens,
+            prefill_chunk=config.prefill_chunk,
+        )
+        self.tokenizer = _load_tokenizer(config)
+        self.info = EngineInfo(
+            identity=make_identity(config.model, config.model_name, layout),
+            max_model_len=self.max_model_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_queue_len=config.max_queue_len,
+            eos_token_ids=eos_token_ids,
+        )
+        self.num_prompt_tokens_computed = 0
+        self.num_continued_tokens_computed = 0
+        self._vocab_size = vocab_size
+        self._lock = threading.RLock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrivals = itertools.count()
+        self._live: set[EngineSequence] = set()
+        self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
+        self._has_failed = asyncio.Event()
+        num_tokens = num_blocks * config.block_size
+        log.info(
+            "kv cache",
+            bytes_per_token=layout.bytes_per_token,
+            blocks=num_blocks,
+            tokens=num_tokens,
+            longest_sequences=num_tokens // self.max_model_len,
+            mib=num_tokens * layout.bytes_per_token // 2**20,
+        )
+
+    # The interface
+
+    def submit(self, request: EngineRequest, mode: SubmitMode) -> EngineSequence:
+        """See `interface.Engine.submit`."""
+        if self._stopped is not None:
+            raise self._stopped
+        check_request(request, mode, self.info, self._vocab_size)
+        text = TextStream(self.tokenizer, request.sampling, request.generated_token_ids)
+        natural_length = None if request.sampling.ignore_eos else self.natural_length
+        with self._lock:
+            sequence = EngineSequence(
+                request, mode, self, text, arrival=next(self._arrivals), natural_length=natural_length
+            )
+            events = [] if mode is SubmitMode.PREFILL_ONLY else sequence.end_if_complete()
+            if not events:
+                self.scheduler.add(sequence)
+            self._live.add(sequence)
+        if events:
+            sequence.post(events)
+            sequence.announce_reserved()
+        else:
+            self._admit()
+        return sequence
+
+    def load(self) -> EngineLoad:
+        """See `interface.Engine.load`."""
+        with self._lock:
+            return EngineLoad(
+                running=self.scheduler.num_running,
+                waiting=self.scheduler.num_waiting,
+                blocks_used=self.scheduler.blocks.num_used,
+                blocks_total=self.scheduler.blocks.num_blocks,
+                prompt_tokens_computed=self.num_prompt_tokens_computed,
+                tokens_recomputed=self.scheduler.num_tokens_recomputed + self.num_continued_tokens_computed,
+            )
+
+    async def failed(self) -> None:
+        """See `interface.Engine.failed`."""
+        await self._has_failed.wait()
+
+    # For the sequences, with the lock held
+
+    def lock(self) -> threading.RLock:
+        return self._lock
+
+    def on_ended(self, sequence: EngineSequence) -> None:
+        self._remove(sequence)
+
+    def on_released(self, sequence: EngineSequence) -> None:
+        self._live.discard(sequence)
+        self._remove(sequence)
+
+    def on_runnable(self, sequence: EngineSequence) -> None:
+        raise NotImplementedError
+
+    # For the subclasses
+
+    def _remove(self, sequence: EngineSequence) -> None:
+        """Frees the blocks and lets those that wait for them in."""
+        self.scheduler.remove(sequence)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._admit)
+
+    def _admit(self) -> None:
+        """Lets waiting sequences in. On the event loop."""
+        with self._lock:
+            admitted = self.scheduler.admit()
+            for sequence in admitted:
+                if sequence.state is SequenceState.RUNNING:
+                    self.on_runnable(sequence)
+        self._announce(admitted)
+
+    def _announce(self, admitted: Iterable[EngineSequence]) -> None:
+        for sequence in admitted:
+            sequence.announce_reserved()
+
+    def _count_computed(self, sequence: EngineSequence, start: int, end: int) -> None:
+        """Counts prompt tokens run here, and tokens of a continuation, which another run had computed."""
+        request = sequence.request
+        num_prompt, num_context = len(request.prompt_token_ids), request.num_context_tokens
+        self.num_prompt_tokens_computed += max(0, min(end, num_prompt) - start)
+        self.num_continued_tokens_computed += max(0, min(end, num_context) - max(start, num_prompt))
+
+    def _open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopped = None
+
+    def _stop(self, reason: str) -> None:
+        """Takes no more work and fails what is there. On the event loop."""
+        if self._stopped is not None:
+            return
+        self._stopped = EngineStopped(reason)
+        for sequence in tuple(self._live):
+            sequence.fail(self._stopped)
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    path = config.model / "tokenizer.json"
+    if not path.is_file():
+        raise UnsupportedModel("it has no tokenizer.json (save the fast tokenizer beside the weights)")
+    return Tokenizer.from_file(str(path))

@@ -1,0 +1,62 @@
+"""Checks a request before it is admitted: what could never be computed is refused by name."""
+
+import math
+
+from services.engine.block_manager import blocks_for
+from services.engine.errors import InvalidRequest, PromptTooLong
+from services.engine.request import EngineInfo, EngineRequest, SamplingParams, SubmitMode
+from services.engine.sequence import most_positions
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0, 100),
+    ("min_p", 0, 1),
+    ("presence_penalty", -100, 100),
+    ("frequency_penalty", -100, 100),
+)
+
+
+def check_request(request: EngineRequest, mode: SubmitMode, info: EngineInfo, vocab_size: int) -> None:
+    """Raises InvalidRequest; PromptTooLong if prompt and reply can never fit the model or the pool."""
+    for field in ("prompt_token_ids", "generated_token_ids"):
+        ids = getattr(request, field)
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidRequest(field, f"token IDs must lie below {vocab_size}")
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids", "is empty; at least one token is needed")
+    _check_sampling(request.sampling, vocab_size)
+    num_tokens = request.num_context_tokens
+    if num_tokens >= info.max_model_len and not request.generated_token_ids:
+        raise PromptTooLong(
+            "prompt_token_ids",
+            f"{num_tokens} tokens leave no room for a reply within the model's {info.max_model_len}",
+        )
+    if mode is SubmitMode.PREFILL_ONLY:
+        needed = blocks_for(num_tokens, info.block_size)
+    else:
+        needed = blocks_for(most_positions(request, info.max_model_len), info.block_size)
+    if needed > info.num_blocks:
+        prompt_fits = blocks_for(num_tokens, info.block_size) <= info.num_blocks
+        raise PromptTooLong(
+            "max_tokens" if prompt_fits else "prompt_token_ids",
+            f"prompt and reply need {needed} KV blocks of {info.block_size} tokens, "
+            f"the pool has {info.num_blocks}",
+        )
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    for field, low, high in _RANGES:
+        value = getattr(sampling, field)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequest(field, f"must lie between {low} and {high}")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest("top_p", "must lie above 0 and not above 1")
+    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
+        raise InvalidRequest("repetition_penalty", "must be above 0")
+    if any(not 0 <= token_id < vocab_size for token_id, _ in sampling.logit_bias):
+        raise InvalidRequest("logit_bias", f"token IDs must lie below {vocab_size}")
+    if any(not math.isfinite(bias) for _, bias in sampling.logit_bias):
+        raise InvalidRequest("logit_bias", "must be finite")
+    if any(not 0 <= token_id < vocab_size for token_id in sampling.stop_token_ids):
+        raise InvalidRequest("stop_token_ids", f"must lie below {vocab_size}")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidRequest("stop", "must not be empty strings")

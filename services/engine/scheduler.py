@@ -1,0 +1,173 @@
+"""Which sequences hold blocks, and which tokens the next step runs.
+
+Invariants:
+- running sequences never wait for reservations: those not yet filled take at most half the pool;
+- a sequence ahead of another is never preempted for it, so the first one always makes progress;
+- a preempted sequence re-enters before new ones; its tokens stand and are computed again.
+
+Knows counts of tokens and blocks, neither tensors nor text.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from services.engine.block_manager import BlockManager, blocks_for
+from services.engine.errors import QueueFull
+from services.engine.request import SubmitMode
+from services.engine.sequence import EngineSequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Positions [start, end) of one sequence in one step; `samples`: they end with its last token."""
+
+    sequence: EngineSequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        return self.end == self.sequence.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class Scheduler:
+    """Admission in order of priority and arrival, then continuous batching under a token budget."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_queue_len: int,
+        max_batched_tokens: int,
+        prefill_chunk: int,
+    ) -> None:
+        self.blocks = blocks
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_queue_len = max_queue_len
+        self._max_batched_tokens = max_batched_tokens
+        self._prefill_chunk = prefill_chunk
+        self._waiting: list[EngineSequence] = []  # best first
+        self._holding: list[EngineSequence] = []  # every sequence with blocks, best first
+        self.num_tokens_recomputed = 0
+
+    @property
+    def num_running(self) -> int:
+        return sum(sequence.state is SequenceState.RUNNING for sequence in self._holding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Queued, and reserved but not yet joined."""
+        reserved = sum(sequence.state is SequenceState.RESERVED for sequence in self._holding)
+        return len(self._waiting) + reserved
+
+    @property
+    def has_runnable(self) -> bool:
+        return any(sequence.state is SequenceState.RUNNING for sequence in self._holding)
+
+    def add(self, sequence: EngineSequence) -> None:
+        """Queues a new sequence. Raises QueueFull."""
+        if len(self._waiting) >= self._max_queue_len and not self._can_admit_next_to(sequence):
+            raise QueueFull(f"{len(self._waiting)} requests wait already; try again later")
+        insort(self._waiting, sequence, key=_rank)
+
+    def admit(self) -> list[EngineSequence]:
+        """Gives blocks to waiting sequences, in order, as long as the first one fits."""
+        admitted = []
+        while self._waiting and self._can_admit(self._waiting[0]):
+            sequence = self._waiting.pop(0)
+            sequence.block_table = self.blocks.allocate(self._blocks_at_admission(sequence))
+            waits_for_kv = sequence.mode is SubmitMode.HANDOFF and not sequence.computes_locally
+            sequence.state = SequenceState.RESERVED if waits_for_kv else SequenceState.RUNNING
+            insort(self._holding, sequence, key=_rank)
+            admitted.append(sequence)
+        return admitted
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """The next step: one token for each decoding sequence, then chunks of prompts, in order."""
+        budget = self._max_batched_tokens
+        batch: list[ScheduledChunk] = []
+        running = [sequence for sequence in self._holding if sequence.state is SequenceState.RUNNING]
+        decoding = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
+        prefilling = [sequence for sequence in running if sequence.num_uncomputed_tokens > 1]
+        for sequence in decoding:
+            if budget and sequence.state is SequenceState.RUNNING and self.grow(sequence):
+                batch.append(_chunk(sequence, 1))
+                budget -= 1
+        for sequence in prefilling:
+            if budget and sequence.state is SequenceState.RUNNING:
+                count = min(sequence.num_uncomputed_tokens, self._prefill_chunk, budget)
+                batch.append(_chunk(sequence, count))
+                budget -= count
+        return batch
+
+    def grow(self, sequence: EngineSequence) -> bool:
+        """Makes room for the sequence's last token, if need be at the expense of those behind it.
+
+        False: no room, and the sequence itself has been preempted.
+        """
+        while len(sequence.block_table) * self._block_size < sequence.num_tokens:
+            if self.blocks.can_allocate(1):
+                sequence.block_table += self.blocks.allocate(1)
+                continue
+            victim = next(other for other in reversed(self._holding) if other.is_preemptible)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def remove(self, sequence: EngineSequence) -> None:
+        """Forgets a sequence and frees its blocks; nothing if it is not here."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence in self._holding:
+            self._holding.remove(sequence)
+            self.blocks.free(sequence.block_table)
+            sequence.block_table = []
+
+    def _preempt(self, victim: EngineSequence) -> None:
+        self._holding.remove(victim)
+        self.blocks.free(victim.block_table)
+        victim.block_table = []
+        self.num_tokens_recomputed += victim.num_computed_tokens
+        victim.preempt()
+        insort(self._waiting, victim, key=_rank)
+
+    def _can_admit(self, sequence: EngineSequence) -> bool:
+        if len(self._holding) >= self._max_num_seqs:
+            return False
+        needed = self._blocks_at_admission(sequence)
+        if not self.blocks.can_allocate(needed):
+            return False
+        if sequence.mode is not SubmitMode.HANDOFF or sequence.computes_locally:
+            return True
+        reserved = sum(
+            len(other.block_table) for other in self._holding if other.state is SequenceState.RESERVED
+        )
+        return not reserved or reserved + needed <= self.blocks.num_blocks // 2
+
+    def _can_admit_next_to(self, sequence: EngineSequence) -> bool:
+        """Whether it would be admitted at once: then a queue of length zero is no obstacle."""
+        return not self._waiting and self._can_admit(sequence)
+
+    def _blocks_at_admission(self, sequence: EngineSequence) -> int:
+        """The context's blocks and one more, but never more than the sequence can ever fill."""
+        needed = blocks_for(sequence.num_tokens, self._block_size)
+        if sequence.mode is SubmitMode.PREFILL_ONLY:
+            return needed
+        return min(needed + 1, blocks_for(sequence.most_tokens, self._block_size))
+
+
+def _rank(sequence: EngineSequence) -> tuple[int, bool, int]:
+    return (-sequence.request.priority, not sequence.was_preempted, sequence.arrival)
+
+
+def _chunk(sequence: EngineSequence, count: int) -> ScheduledChunk:
+    start = sequence.num_computed_tokens
+    return ScheduledChunk(sequence, start, start + count)

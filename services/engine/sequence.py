@@ -1,0 +1,298 @@
+"""One submitted request: its tokens, its progress, its blocks and its events.
+
+The public methods are `interface.Sequence` and run on the event loop; what the engine's thread calls
+is named so. Both hold the host's lock while they touch anything but the queue of events.
+Knows nothing of how tokens are computed.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from services.engine.detokenizer import TextStream
+from services.engine.errors import EngineError, InvalidKvPage, SequenceReleased
+from services.engine.kv_cache import KvCache
+from services.engine.kv_coverage import KvCoverage
+from services.engine.request import (
+    EngineRequest,
+    FinishReason,
+    FirstTokenSampled,
+    SampledToken,
+    SequenceEvent,
+    SequenceFinished,
+    SequenceTimings,
+    SubmitMode,
+)
+
+
+class SequenceState(Enum):
+    """Where a sequence stands. Blocks are held in RESERVED and RUNNING, and in ENDED by PREFILL_ONLY."""
+
+    WAITING = auto()
+    RESERVED = auto()
+    RUNNING = auto()
+    ENDED = auto()
+    RELEASED = auto()
+
+
+class SequenceHost(Protocol):
+    """The engine as its sequences see it. Called with the lock held, except `lock` itself."""
+
+    cache: KvCache
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def lock(self) -> AbstractContextManager[object]: ...
+    def on_runnable(self, sequence: "EngineSequence") -> None: ...
+    def on_ended(self, sequence: "EngineSequence") -> None: ...
+    def on_released(self, sequence: "EngineSequence") -> None: ...
+
+
+class EngineSequence:
+    """See `interface.Sequence`.
+
+    Args:
+        arrival: place in the order of arrival.
+        natural_length: generated tokens after which a simulated model ends by itself.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        mode: SubmitMode,
+        host: SequenceHost,
+        text: TextStream,
+        *,
+        arrival: int,
+        natural_length: int | None = None,
+    ) -> None:
+        self.request = request
+        self.mode = mode
+        self.timings = SequenceTimings()
+        self.arrival = arrival
+        self.state = SequenceState.WAITING
+        self.token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.was_preempted = False
+        self.computes_locally = mode is not SubmitMode.HANDOFF
+        self.submitted_at = time.monotonic()
+        self.first_chunk_at: float | None = None
+        self.joined_at: float | None = None
+        self._host = host
+        self._text = text
+        self._natural_length = natural_length
+        self._first_token_at: float | None = None
+        self._coverage = KvCoverage(host.cache.layout.num_layers, request.num_context_tokens)
+        self._events: asyncio.Queue[SequenceEvent | EngineError] = asyncio.Queue()
+        self._reserved = asyncio.Event()
+        self._failure: EngineError | None = None
+
+    # Derived
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions the sequence can ever fill: the last token generated is never computed."""
+        if self.mode is SubmitMode.PREFILL_ONLY:
+            return self.request.num_context_tokens
+        return most_positions(self.request, self._host.max_model_len)
+
+    @property
+    def is_preemptible(self) -> bool:
+        """A prefill worker's pages may be on their way out, and reserved blocks on their way in."""
+        return self.state is SequenceState.RUNNING and self.mode is not SubmitMode.PREFILL_ONLY
+
+    @property
+    def kv_complete(self) -> bool:
+        return self._coverage.is_complete
+
+    # On the event loop
+
+    async def events(self) -> AsyncIterator[SequenceEvent]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, EngineError):
+                raise event
+            yield event
+            if isinstance(event, SequenceFinished | FirstTokenSampled):
+                return
+
+    async def reserved(self) -> None:
+        await self._reserved.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def accept_first_token(self, token: SampledToken) -> None:
+        with self._host.lock():
+            if self.state is SequenceState.RELEASED:
+                raise SequenceReleased(self.request.request_id)
+            if self.num_tokens != self.request.num_context_tokens:
+                raise ValueError("the first token has been accepted already")
+            events = self.take_token(token)
+        self.post(events)
+
+    def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
+        with self._host.lock():
+            if self.state is SequenceState.RELEASED:
+                raise SequenceReleased(self.request.request_id)
+            return self._host.cache.export_range(
+                self.block_table, layer_start, layer_end, token_start, token_end
+            )
+
+    def import_kv(
+        self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
+    ) -> None:
+        with self._host.lock():
+            if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
+                raise SequenceReleased(self.request.request_id)
+            self._coverage.check(layer_start, layer_end, token_start, token_end)
+            # A first token that ended the reply has freed the blocks: its pages lead nowhere.
+            if self.state is SequenceState.RESERVED:
+                self._host.cache.import_range(
+                    self.block_table, layer_start, layer_end, token_start, token_end, payload
+                )
+            self._coverage.add(layer_start, layer_end, token_start, token_end)
+
+    def reset_kv(self) -> None:
+        self._coverage.reset()
+
+    def join(self) -> None:
+        with self._host.lock():
+            if self.state is SequenceState.ENDED:
+                return
+            if self.state is not SequenceState.RESERVED:
+                raise SequenceReleased(self.request.request_id)
+            if not self.kv_complete:
+                raise InvalidKvPage("the sequence cannot join: parts of its KV cache are missing")
+            if self.num_tokens == self.request.num_context_tokens:
+                raise InvalidKvPage("the sequence cannot join: it has no first token")
+            self.num_computed_tokens = self.request.num_context_tokens
+            self.joined_at = time.monotonic()
+            self._run()
+
+    def compute_locally(self) -> None:
+        with self._host.lock():
+            if self.state is SequenceState.ENDED:
+                return
+            if self.state is not SequenceState.RESERVED:
+                raise SequenceReleased(self.request.request_id)
+            self.num_computed_tokens = 0
+            self._run()
+
+    def release(self) -> None:
+        with self._host.lock():
+            if self.state is SequenceState.RELEASED:
+                return
+            self.state = SequenceState.RELEASED
+            self._host.on_released(self)
+        self.fail(SequenceReleased(self.request.request_id))
+
+    def post(self, events: Iterable[SequenceEvent]) -> None:
+        """Delivers events to whoever iterates."""
+        for event in events:
+            self._events.put_nowait(event)
+
+    def fail(self, error: EngineError) -> None:
+        """Ends the iteration with an error, after what was posted before."""
+        self._failure = error
+        self._events.put_nowait(error)
+        self._reserved.set()
+
+    def announce_reserved(self) -> None:
+        """Blocks are held (or none are needed): wakes `reserved`."""
+        if self.mode is SubmitMode.HANDOFF and self.timings.queue_s is None:
+            self.timings.queue_s = time.monotonic() - self.submitted_at
+        self._reserved.set()
+
+    # With the lock held, in the engine's thread too
+
+    def take_token(self, token: SampledToken) -> list[SequenceEvent]:
+        """Appends a sampled token; returns what it leads to. Ends the sequence where it should end."""
+        now = time.monotonic()
+        self._first_token_at = self._first_token_at or now
+        self.token_ids.append(token.token_id)
+        events: list[SequenceEvent] = []
+        if self._is_end_token(token.token_id):
+            self._text.end_token(token)
+            reason: FinishReason | None = FinishReason.STOP
+        else:
+            shown = self._text.push(token)
+            if shown is not None:
+                events.append(shown)
+            reason = self._end_reason()
+        if reason is not None:
+            if not self._text.stopped and (rest := self._text.flush()):
+                events.append(rest)
+            events.append(self._finish(reason))
+        if events and self.timings.text_hold_s is None:
+            self.timings.text_hold_s = now - self._first_token_at
+        return events
+
+    def end_if_complete(self) -> list[SequenceEvent]:
+        """Ends a continuation whose tokens already meet an end condition; nothing otherwise."""
+        prior = self.request.generated_token_ids
+        if not prior:
+            return []
+        reason = FinishReason.STOP if self._is_end_token(prior[-1]) else self._end_reason()
+        return [] if reason is None else [self._finish(reason)]
+
+    def preempt(self) -> None:
+        """The blocks are gone: everything is computed again."""
+        self.state = SequenceState.WAITING
+        self.num_computed_tokens = 0
+        self.computes_locally = True
+        self.was_preempted = True
+
+    def _run(self) -> None:
+        self.computes_locally = True
+        self.state = SequenceState.RUNNING
+        self._host.on_runnable(self)
+
+    def _is_end_token(self, token_id: int) -> bool:
+        sampling = self.request.sampling
+        if token_id in sampling.stop_token_ids:
+            return True
+        return not sampling.ignore_eos and token_id in self._host.eos_token_ids
+
+    def _end_reason(self) -> FinishReason | None:
+        sampling = self.request.sampling
+        if self._text.stopped:
+            return FinishReason.STOP
+        if self.num_generated_tokens >= sampling.max_tokens or self.num_tokens >= self._host.max_model_len:
+            return FinishReason.LENGTH
+        if self._natural_length is not None and self.num_generated_tokens >= self._natural_length:
+            return FinishReason.STOP
+        return None
+
+    def _finish(self, reason: FinishReason) -> SequenceFinished:
+        self.state = SequenceState.ENDED
+        self._host.on_ended(self)
+        return SequenceFinished(
+            reason,
+            self._text.take_textless(),
+            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_generated_tokens=self.num_generated_tokens,
+        )
+
+
+def most_positions(request: EngineRequest, max_model_len: int) -> int:
+    """KV positions that a request can come to need: all its tokens but the last one sampled."""
+    longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, max_model_len) - 1
+    return max(longest, request.num_context_tokens)
