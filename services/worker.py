@@ -126,10 +126,29 @@ async def serve(
     close = add_servicer(worker, server.server)
     address = await server.start()
     log.info("serving", role=name, address=address, model=engine.info.identity.model)
-    await server.run_until_signal()
+    has_failed = await _run(server, engine)
     await close()
     await engine.close()
     telemetry.shutdown()
+    if has_failed:
+        raise SystemExit("the engine has failed")
+
+
+async def _run(server: RpcServer, engine: Engine) -> bool:
+    """Serves until a signal and the drain after it, or until the engine fails; True for the latter.
+
+    A worker that cannot compute must not look alive: it ends, and whatever supervises it restarts it.
+    """
+    served = asyncio.create_task(server.run_until_signal())
+    failed = asyncio.create_task(engine.failed())
+    await asyncio.wait((served, failed), return_when=asyncio.FIRST_COMPLETED)
+    has_failed = failed.done() and not served.done()
+    for task in (served, failed):
+        task.cancel()
+    await asyncio.gather(served, failed, return_exceptions=True)
+    if has_failed:
+        await server.server.stop(grace=0.2)
+    return has_failed
 
 
 def engine_config(settings: WorkerSettings) -> EngineConfig:

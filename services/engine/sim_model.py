@@ -36,7 +36,7 @@ _CONFIG = {
 def write_sim_model(folder: Path) -> None:
     """Writes the folder; overwrites what is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _make_tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
@@ -55,7 +55,7 @@ def words() -> list[str]:
     return list(itertools.islice(itertools.chain(known, invented), _NUM_WORDS))
 
 
-def _make_tokenizer() -> Tokenizer:
+def make_tokenizer() -> Tokenizer:
     """Byte-level BPE whose merges build each known word from its leading blank on."""
     blank = "Ġ"  # the byte-level alphabet's name for a blank
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

@@ -1,0 +1,191 @@
+"""The real engine equals transformers' `generate`, however a reply is computed."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.engine.errors import EngineStopped, InvalidKvPage, SequenceReleased, UnsupportedModel
+from services.engine.interface import Sequence
+from services.engine.loop import HfEngine
+from services.engine.request import ChunkComputed, FirstTokenSampled, SubmitMode
+from tests.unit.engine.tiny_models import (
+    FAMILIES,
+    complete,
+    generate,
+    make_request,
+    running_engine,
+    save_model,
+)
+from tests.waiting import eventually
+
+NUM_TOKENS = 24
+PROMPTS = [[(11 * i + 5 * n) % 900 + 3 for i in range(n)] for n in (1, 7, 16, 33, 90)]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_equals_generate_alone_and_together(tmp_path: Path, family: str) -> None:
+    folder = save_model(tmp_path, family)
+    expected = generate(folder, PROMPTS, NUM_TOKENS)
+    async with running_engine(folder, prefill_chunk=20, max_batched_tokens=40) as engine:
+        alone = [(await complete(engine, make_request(prompt, NUM_TOKENS)))[0] for prompt in PROMPTS]
+        assert alone == expected
+        together = await asyncio.gather(*(complete(engine, make_request(p, NUM_TOKENS)) for p in PROMPTS))
+        assert [tokens for tokens, _ in together] == expected
+        assert engine.load().blocks_used == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 64])
+async def test_block_size_changes_nothing(llama: Path, block_size: int) -> None:
+    expected = generate(llama, PROMPTS, NUM_TOKENS)
+    async with running_engine(llama, block_size=block_size) as engine:
+        replies = await asyncio.gather(*(complete(engine, make_request(p, NUM_TOKENS)) for p in PROMPTS))
+    assert [tokens for tokens, _ in replies] == expected
+
+
+async def test_preemption_changes_nothing(llama: Path) -> None:
+    prompts = [[(3 * i + n) % 900 + 3 for i in range(20)] for n in range(6)]
+    expected = generate(llama, prompts, NUM_TOKENS)
+    block_bytes = 2 * 3 * 2 * 8 * 4 * 4
+    async with running_engine(llama, block_size=4, kv_memory_bytes=30 * block_bytes) as engine:
+        replies = await asyncio.gather(*(complete(engine, make_request(p, NUM_TOKENS)) for p in prompts))
+        assert [tokens for tokens, _ in replies] == expected
+        assert engine.load().tokens_recomputed > 0, "the pool was large enough for all"
+        assert engine.load().blocks_used == 0
+
+
+SAMPLINGS = [
+    {},
+    {"temperature": 1.0, "seed": 9},
+    {"temperature": 0.8, "seed": 2, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"temperature": 1.2, "seed": 3, "top_k": 30, "repetition_penalty": 1.3, "min_tokens": 5},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_a_continuation_from_any_cut_gives_the_rest(llama: Path, sampling: dict[str, object]) -> None:
+    async with running_engine(llama) as engine:
+        whole, _ = await complete(engine, make_request(PROMPTS[2], NUM_TOKENS, **sampling))
+        for cut in range(1, len(whole) + 1):
+            request = make_request(PROMPTS[2], NUM_TOKENS, generated_token_ids=whole[:cut], **sampling)
+            rest, _ = await complete(engine, request)
+            assert whole[:cut] + rest == whole, f"cut at {cut}"
+
+
+async def hand_over(source: HfEngine, target: HfEngine, sequence: Sequence) -> None:
+    """What prefill and decode do, without the wire: pages in odd pieces, layers apart."""
+    reading = source.submit(sequence.request, SubmitMode.PREFILL_ONLY)
+    try:
+        await sequence.reserved()
+        async for event in reading.events():
+            if isinstance(event, FirstTokenSampled):
+                sequence.accept_first_token(event.token)
+                continue
+            assert isinstance(event, ChunkComputed)
+            for layers in ((0, 2), (2, 3)):
+                for start in range(event.token_start, event.token_end, 13):
+                    where = (*layers, start, min(start + 13, event.token_end))
+                    sequence.import_kv(*where, memoryview(reading.export_kv(*where).numpy().tobytes()))
+        sequence.join()
+    finally:
+        reading.release()
+
+
+async def test_split_equals_generate(llama: Path) -> None:
+    expected = generate(llama, PROMPTS, NUM_TOKENS)
+    async with (
+        running_engine(llama, prefill_chunk=20, block_size=8) as source,
+        running_engine(llama) as target,
+    ):
+
+        async def reply(prompt: list[int]) -> list[int]:
+            sequence = target.submit(make_request(prompt, NUM_TOKENS), SubmitMode.HANDOFF)
+            moving = asyncio.create_task(hand_over(source, target, sequence))
+            try:
+                return [token.token_id async for event in sequence.events() for token in event.tokens]  # type: ignore[union-attr]
+            finally:
+                await moving
+                sequence.release()
+
+        assert await asyncio.gather(*map(reply, PROMPTS)) == expected
+        assert target.load().prompt_tokens_computed == 0
+        await eventually(lambda: source.load().blocks_used == target.load().blocks_used == 0)
+
+
+async def test_a_first_token_that_ends_the_reply_needs_no_join(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        sequence = engine.submit(make_request(PROMPTS[1], 1), SubmitMode.HANDOFF)
+        moving = asyncio.create_task(hand_over(engine, engine, sequence))
+        tokens = [token async for event in sequence.events() for token in event.tokens]  # type: ignore[union-attr]
+        await moving
+        sequence.release()
+        assert len(tokens) == 1
+        await eventually(lambda: engine.load().blocks_used == 0)
+
+
+async def test_an_incomplete_sequence_cannot_join(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        sequence = engine.submit(make_request(PROMPTS[1], 4), SubmitMode.HANDOFF)
+        await sequence.reserved()
+        with pytest.raises(InvalidKvPage, match="missing"):
+            sequence.join()
+        zeros = memoryview(bytes(2 * 1 * 3 * 2 * 8 * 4))
+        sequence.import_kv(0, 1, 0, 3, zeros)
+        with pytest.raises(InvalidKvPage, match="imported already"):
+            sequence.import_kv(0, 1, 2, 5, zeros)
+        with pytest.raises(InvalidKvPage, match="outside"):
+            sequence.import_kv(0, 1, 5, 8, zeros)
+        with pytest.raises(InvalidKvPage, match="bytes"):
+            sequence.import_kv(1, 2, 0, 2, zeros)
+        with pytest.raises(InvalidKvPage, match="NaN"):
+            sequence.import_kv(1, 2, 0, 3, memoryview(b"\xff" * len(zeros)))
+        sequence.release()
+        with pytest.raises(SequenceReleased):
+            sequence.import_kv(1, 2, 0, 3, zeros)
+
+
+async def test_releasing_in_mid_reply_frees_the_blocks_and_ends_the_events(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        sequence = engine.submit(make_request(PROMPTS[1], 400), SubmitMode.LOCAL)
+        with pytest.raises(SequenceReleased):  # noqa: PT012 - the release is what makes it raise
+            async for _ in sequence.events():
+                sequence.release()
+                sequence.release()
+        await eventually(lambda: engine.load().blocks_used == 0)
+
+
+async def test_a_closed_engine_leaves_nobody_waiting(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        running = engine.submit(make_request(PROMPTS[1], 400), SubmitMode.LOCAL)
+        reserved = engine.submit(make_request(PROMPTS[1], 400), SubmitMode.HANDOFF)
+    with pytest.raises(EngineStopped):
+        async for _ in running.events():
+            pass
+    with pytest.raises(EngineStopped):
+        async for _ in reserved.events():
+            pass
+    with pytest.raises(EngineStopped):
+        engine.submit(make_request(PROMPTS[1], 4), SubmitMode.LOCAL)
+
+
+async def test_stop_strings_and_stop_tokens_end_a_reply(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        tokens, text = await complete(engine, make_request(PROMPTS[3], NUM_TOKENS))
+        stop = text[len(text) // 2 :][:3]
+        _, stopped = await complete(engine, make_request(PROMPTS[3], NUM_TOKENS, min_tokens=0, stop=(stop,)))
+        assert stopped == text.partition(stop)[0]
+        cut, _ = await complete(
+            engine, make_request(PROMPTS[3], NUM_TOKENS, min_tokens=0, stop_token_ids=(tokens[5],))
+        )
+        assert cut == tokens[: tokens.index(tokens[5]) + 1]
+
+
+def test_a_folder_that_is_no_causal_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(UnsupportedModel, match="causal"):
+        asyncio.run(running_engine(tmp_path).__aenter__())

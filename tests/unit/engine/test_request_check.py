@@ -1,0 +1,68 @@
+from typing import Any
+
+import pytest
+
+from services.engine.errors import InvalidRequest, PromptTooLong
+from services.engine.request import EngineInfo, EngineRequest, ModelIdentity, SamplingParams, SubmitMode
+from services.engine.request_check import check_request
+
+IDENTITY = ModelIdentity(
+    model="m",
+    fingerprint="f",
+    dtype="float32",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=1,
+    rope="",
+    wire_version=1,
+)
+INFO = EngineInfo(
+    identity=IDENTITY, max_model_len=100, block_size=4, num_blocks=10, max_num_seqs=4, max_queue_len=4
+)
+
+
+def check(prompt: tuple[int, ...] = (1, 2), mode: SubmitMode = SubmitMode.LOCAL, **sampling: Any) -> None:
+    request = EngineRequest(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
+    check_request(request, mode, INFO, vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("prompt_token_ids", {"prompt": ()}),
+        ("prompt_token_ids", {"prompt": (1, 50)}),
+        ("prompt_token_ids", {"prompt": (-1,)}),
+        ("temperature", {"temperature": -0.1}),
+        ("temperature", {"temperature": float("nan")}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_p", {"top_p": 1.1}),
+        ("min_p", {"min_p": 2.0}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("presence_penalty", {"presence_penalty": float("inf")}),
+        ("frequency_penalty", {"frequency_penalty": float("nan")}),
+        ("logit_bias", {"logit_bias": ((50, 1.0),)}),
+        ("logit_bias", {"logit_bias": ((1, float("nan")),)}),
+        ("stop_token_ids", {"stop_token_ids": (50,)}),
+        ("stop", {"stop": ("",)}),
+    ],
+)
+def test_what_is_wrong_is_named(field: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(**arguments)
+    assert caught.value.field == field
+
+
+def test_a_prompt_that_leaves_no_room_for_a_reply_is_refused() -> None:
+    with pytest.raises(PromptTooLong, match="100"):
+        check(prompt=(1,) * 100)
+
+
+def test_a_reply_that_can_never_fit_the_pool_is_refused_by_the_field_at_fault() -> None:
+    check(prompt=(1,) * 20, max_tokens=21)  # the last token is never computed
+    with pytest.raises(PromptTooLong) as caught:
+        check(prompt=(1,) * 20, max_tokens=22)
+    assert caught.value.field == "max_tokens"
+    check(prompt=(1,) * 40, mode=SubmitMode.PREFILL_ONLY, max_tokens=50)
+    with pytest.raises(PromptTooLong) as caught:
+        check(prompt=(1,) * 41, mode=SubmitMode.PREFILL_ONLY)
+    assert caught.value.field == "prompt_token_ids"

@@ -1,0 +1,182 @@
+"""Scheduling decisions, without a model: who is let in, what a step runs, who gives way."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.engine.block_manager import BlockManager
+from services.engine.detokenizer import TextStream
+from services.engine.errors import QueueFull
+from services.engine.kv_cache import KvCache, KvLayout
+from services.engine.request import EngineRequest, SampledToken, SamplingParams, SubmitMode
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sim_model import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+LOCAL, HANDOFF, PREFILL_ONLY = SubmitMode.LOCAL, SubmitMode.HANDOFF, SubmitMode.PREFILL_ONLY
+
+
+class Bench:
+    """A scheduler over blocks of 4 tokens, and the host of its sequences."""
+
+    def __init__(self, num_blocks: int = 8, **limits: int) -> None:
+        given = {"max_num_seqs": 8, "max_queue_len": 8, "max_batched_tokens": 16, "prefill_chunk": 8} | limits
+        self.scheduler = Scheduler(BlockManager(num_blocks), block_size=4, **given)
+        self.max_model_len = 1000
+        self.eos_token_ids = frozenset({0})
+        self.cache = KvCache(KvLayout(num_layers=1, num_kv_heads=1, head_size=1), num_blocks, 4)
+        self._lock = threading.RLock()
+        self.num_arrived = 0
+
+    def lock(self) -> threading.RLock:
+        return self._lock
+
+    def on_runnable(self, sequence: EngineSequence) -> None:
+        pass
+
+    def on_ended(self, sequence: EngineSequence) -> None:
+        self.scheduler.remove(sequence)
+
+    on_released = on_ended
+
+    def add(
+        self, num_tokens: int, mode: SubmitMode = LOCAL, priority: int = 0, max_tokens: int = 20
+    ) -> EngineSequence:
+        self.num_arrived += 1
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = EngineRequest(
+            request_id=str(self.num_arrived),
+            prompt_token_ids=tuple(range(1, num_tokens + 1)),
+            sampling=sampling,
+            priority=priority,
+        )
+        text = TextStream(TOKENIZER, sampling)
+        sequence = EngineSequence(request, mode, self, text, arrival=self.num_arrived)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[tuple[str, int, int]]:
+        """Admits, runs one step; what was run, by request ID."""
+        self.scheduler.admit()
+        chunks = self.scheduler.schedule()
+        done = [(c.sequence.request.request_id, c.start, c.end) for c in chunks]
+        for chunk in chunks:
+            samples = chunk.samples
+            chunk.sequence.num_computed_tokens = chunk.end
+            if samples and chunk.sequence.mode is PREFILL_ONLY:
+                chunk.sequence.state = SequenceState.ENDED
+            elif samples:
+                chunk.sequence.take_token(SampledToken(70))
+        return done
+
+
+def test_prompts_run_in_chunks_and_decoding_goes_first() -> None:
+    bench = Bench(max_batched_tokens=9)
+    bench.add(4)
+    assert bench.step() == [("1", 0, 4)]
+    bench.add(12)
+    assert bench.step() == [("1", 4, 5), ("2", 0, 8)]
+    assert bench.step() == [("1", 5, 6), ("2", 8, 12)]
+    assert bench.step() == [("1", 6, 7), ("2", 12, 13)]
+
+
+def test_order_is_priority_then_arrival() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add(4, max_tokens=1)
+    bench.add(4, max_tokens=1)
+    bench.add(4, priority=1, max_tokens=1)
+    assert [bench.step()[0][0] for _ in range(3)] == ["3", "1", "2"]
+
+
+def test_the_queue_is_bounded() -> None:
+    bench = Bench(max_num_seqs=1, max_queue_len=2)
+    bench.add(4)
+    bench.scheduler.admit()
+    bench.add(4)
+    bench.add(4)
+    with pytest.raises(QueueFull):
+        bench.add(4)
+
+
+def test_a_queue_of_length_zero_still_lets_in_what_fits() -> None:
+    bench = Bench(max_num_seqs=1, max_queue_len=0)
+    bench.add(4)
+    bench.scheduler.admit()
+    with pytest.raises(QueueFull):
+        bench.add(4)
+
+
+def test_reservations_take_at_most_half_the_pool() -> None:
+    bench = Bench(num_blocks=8)
+    sequences = [bench.add(4, HANDOFF) for _ in range(3)]  # two blocks each: context and one more
+    bench.scheduler.admit()
+    states = [sequence.state for sequence in sequences]
+    assert states == [SequenceState.RESERVED, SequenceState.RESERVED, SequenceState.WAITING]
+
+
+def test_a_reservation_above_half_the_pool_is_let_in_alone() -> None:
+    bench = Bench(num_blocks=8)
+    sequence = bench.add(22, HANDOFF)
+    bench.scheduler.admit()
+    assert sequence.state is SequenceState.RESERVED
+
+
+def test_the_last_one_gives_way_and_comes_back_first() -> None:
+    bench = Bench(num_blocks=5)
+    first, second = bench.add(7, max_tokens=12), bench.add(3, max_tokens=9)
+    seen = []
+    while bench.scheduler.num_running or bench.scheduler.num_waiting:
+        seen.append([request_id for request_id, _, _ in bench.step()])
+        assert seen[-1], "no progress"
+        if second.state is SequenceState.WAITING and bench.num_arrived == 2:
+            bench.add(3, max_tokens=1)
+    assert second.was_preempted
+    assert not first.was_preempted
+    assert seen.index(["1"]) < len(seen)
+    order = [ids[-1] for ids in seen]
+    assert order.index("3") > max(i for i, ids in enumerate(seen) if "1" in ids)
+    assert bench.scheduler.num_tokens_recomputed > 0
+    assert bench.scheduler.blocks.num_used == 0
+
+
+def test_pages_on_their_way_out_are_never_preempted() -> None:
+    bench = Bench(num_blocks=6)
+    waiting_for_send = bench.add(8, PREFILL_ONLY)
+    bench.step()
+    other = bench.add(8, max_tokens=9)
+    for _ in range(12):
+        bench.step()
+    assert waiting_for_send.state is SequenceState.ENDED
+    assert len(waiting_for_send.block_table) == 2
+    assert other.state is SequenceState.ENDED
+
+
+SIZES = st.tuples(st.integers(1, 14), st.integers(1, 14), st.sampled_from([LOCAL, HANDOFF, PREFILL_ONLY]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(SIZES, min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_whatever_comes_and_goes_everybody_ends_and_no_block_is_lost(
+    sizes: list[tuple[int, int, SubmitMode]], choose: SimpleNamespace
+) -> None:
+    bench = Bench(num_blocks=8)
+    live = []
+    for num_tokens, max_tokens, mode in sizes:
+        live.append(bench.add(num_tokens, mode, max_tokens=max_tokens))
+    for _ in range(400):
+        bench.step()
+        tables = [block for sequence in live for block in sequence.block_table]
+        assert len(tables) == len(set(tables)) == bench.scheduler.blocks.num_used
+        for sequence in live:
+            if sequence.state is SequenceState.RESERVED and choose.random() < 0.5:
+                sequence.compute_locally()
+            elif sequence.state is SequenceState.ENDED or choose.random() < 0.02:
+                sequence.release()
+        if all(sequence.state is SequenceState.RELEASED for sequence in live):
+            break
+    assert all(sequence.state is SequenceState.RELEASED for sequence in live), "somebody starves"
+    assert bench.scheduler.blocks.num_used == 0

@@ -1,0 +1,65 @@
+"""The simulated engine: replies depend on requests alone, blocks and pages are real."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.engine.config import EngineConfig
+from services.engine.errors import InvalidKvPage
+from services.engine.request import ChunkComputed, FirstTokenSampled, SubmitMode
+from services.engine.sim import REPLY_LENGTH, SimEngine
+from services.engine.sim_model import REPLY_TEXT, write_sim_model
+from tests.unit.engine.tiny_models import complete, make_request
+
+PROMPT = list(range(40))
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[SimEngine]:
+    write_sim_model(tmp_path)
+    engine = SimEngine(EngineConfig(model=tmp_path, model_name="sim", sim_token_ms=0.2, sim_jitter_ms=0.1))
+    await engine.start()
+    yield engine
+    assert engine.load().blocks_used == 0
+    await engine.close()
+
+
+async def test_the_default_reply_is_the_fixed_text_of_120_tokens(engine: SimEngine) -> None:
+    tokens, text = await complete(engine, make_request(PROMPT, 500, min_tokens=0))
+    assert len(tokens) == REPLY_LENGTH == 120
+    assert REPLY_TEXT.startswith(text)
+    assert len(text) > 300
+
+
+async def test_a_seeded_reply_is_a_function_of_seed_and_position(engine: SimEngine) -> None:
+    options = {"temperature": 1.0, "min_tokens": 0}
+    one, two, other = await asyncio.gather(
+        *(complete(engine, make_request(PROMPT, 30, seed=seed, **options)) for seed in (1, 1, 2))
+    )
+    assert one == two != other
+    for cut in (1, 13, 29):
+        request = make_request(PROMPT, 30, seed=1, generated_token_ids=one[0][:cut], **options)
+        assert one[0][:cut] + (await complete(engine, request))[0] == one[0]
+
+
+async def test_ignore_eos_goes_on(engine: SimEngine) -> None:
+    tokens, _ = await complete(engine, make_request(PROMPT, 300, min_tokens=0, ignore_eos=True))
+    assert len(tokens) == 300
+
+
+async def test_pages_in_the_wrong_place_are_noticed(engine: SimEngine) -> None:
+    source = engine.submit(make_request(PROMPT, 5), SubmitMode.PREFILL_ONLY)
+    target = engine.submit(make_request(list(reversed(PROMPT)), 5), SubmitMode.HANDOFF)
+    await target.reserved()
+    async for event in source.events():
+        if isinstance(event, ChunkComputed):
+            where = (0, 2, event.token_start, event.token_end)
+            target.import_kv(*where, memoryview(source.export_kv(*where).numpy().tobytes()))
+        if isinstance(event, FirstTokenSampled):
+            target.accept_first_token(event.token)
+    with pytest.raises(InvalidKvPage, match="not this prompt's"):
+        target.join()
+    source.release()
+    target.release()

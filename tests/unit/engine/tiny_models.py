@@ -1,0 +1,112 @@
+"""Small models with random weights, saved as real folders, and ways to run them."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.engine.config import EngineConfig
+from services.engine.interface import Engine
+from services.engine.loop import HfEngine
+from services.engine.request import (
+    EngineRequest,
+    SamplingParams,
+    SequenceFinished,
+    SubmitMode,
+    TextGenerated,
+)
+from services.engine.sim_model import make_tokenizer
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SHAPE,
+    "qwen2": SHAPE,
+    "qwen3": SHAPE,
+    "mistral": SHAPE | {"sliding_window": 24},
+    "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "gpt_neox": {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "head_dim")},
+    "olmo2": SHAPE,
+    "granite": SHAPE,
+}
+
+
+def save_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    """Writes a model folder with weights drawn from the seed."""
+    tokenizer = make_tokenizer()
+    shape = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family], **shape))
+    for parameter in model.parameters():  # spread the logits, so that no two tokens are nearly tied
+        parameter.data.mul_(3)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def generate(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """transformers' own greedy replies."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+@asynccontextmanager
+async def running_engine(folder: Path, **config: Any) -> AsyncIterator[HfEngine]:
+    """A started HfEngine; `config` are fields of EngineConfig."""
+    engine = HfEngine(EngineConfig(model=folder, model_name="tiny", **config))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def make_request(prompt: Sequence[int], num_tokens: int, **changes: Any) -> EngineRequest:
+    """`changes` are fields of SamplingParams, or `generated_token_ids`."""
+    generated = tuple(changes.pop("generated_token_ids", ()))
+    return EngineRequest(
+        request_id="tiny/0",
+        prompt_token_ids=tuple(prompt),
+        generated_token_ids=generated,
+        sampling=SamplingParams(**{"max_tokens": num_tokens, "min_tokens": num_tokens, **changes}),
+    )
+
+
+async def complete(
+    engine: Engine, request: EngineRequest, mode: SubmitMode = SubmitMode.LOCAL
+) -> tuple[list[int], str]:
+    """Runs a request to its end; new token IDs and text."""
+    sequence = engine.submit(request, mode)
+    try:
+        tokens, text = [], ""
+        async for event in sequence.events():
+            assert isinstance(event, TextGenerated | SequenceFinished)
+            tokens += [token.token_id for token in event.tokens]
+            text += event.text if isinstance(event, TextGenerated) else ""
+        return tokens, text
+    finally:
+        sequence.release()
