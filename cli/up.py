@@ -52,6 +52,14 @@ def gateway_url(entries: list[Entry]) -> str:
     return next(f"http://{entry.address}" for entry in entries if entry.role == "gateway")
 
 
+def running_url(run: RunFolder) -> str:
+    """Base URL of the first living gateway of the stack here. Raises CommandError without one."""
+    alive = [entry for entry in stack.running(run) if entry.role == "gateway" and entry.address]
+    if not alive:
+        raise CommandError("no gateway runs here: start a stack with `baton up`, or give --url")
+    return gateway_url(alive)
+
+
 def _show(name: str, what: str) -> None:
     say(f"  {name:<12} {what}")
 
