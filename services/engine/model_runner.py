@@ -96,7 +96,10 @@ class ModelRunner:
             for start, end in ((0, 7), (7, 12)):
                 positions = torch.arange(start, end)
                 group = AttentionGroup(
-                    torch.arange(end - start), torch.arange(KV_MULTIPLE).unsqueeze(0), positions.unsqueeze(0)
+                    rows=torch.arange(end - start),
+                    blocks=torch.zeros(1, 1, dtype=torch.long),
+                    positions=positions.unsqueeze(0),
+                    length=KV_MULTIPLE,
                 )
                 step = AttentionStep(cache, positions, [group])
                 rows.append(self._run(step, ids[start:end], positions.tolist(), list(range(end - start))))
@@ -129,22 +132,20 @@ def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache) -> Attentio
         else:
             rows = torch.arange(row, row + chunk.num_tokens)
             positions = torch.arange(chunk.start, chunk.end).unsqueeze(0)
-            groups.append(AttentionGroup(rows, _padded_slots([chunk], cache), positions))
+            groups.append(_group([chunk], cache, rows, positions))
         row += chunk.num_tokens
     for members in single.values():
         alike = [chunk for _, chunk in members]
-        groups.append(
-            AttentionGroup(
-                torch.tensor([row for row, _ in members]),
-                _padded_slots(alike, cache),
-                torch.tensor([[chunk.start] for chunk in alike]),
-            )
-        )
+        rows = torch.tensor([row for row, _ in members])
+        positions = torch.tensor([[chunk.start] for chunk in alike])
+        groups.append(_group(alike, cache, rows, positions))
     return AttentionStep(cache, torch.cat(new_slots), groups)
 
 
-def _padded_slots(chunks: Sequence[ScheduledChunk], cache: KvCache) -> torch.Tensor:
-    """Slots of every position from 0, (B, L), L a multiple of the block size and of KV_MULTIPLE."""
+def _group(
+    chunks: Sequence[ScheduledChunk], cache: KvCache, rows: torch.Tensor, positions: torch.Tensor
+) -> AttentionGroup:
+    """Block tables padded to the longest, and to a length that is a multiple of KV_MULTIPLE."""
     size = cache.block_size
     longest = max(chunk.end for chunk in chunks)
     num_blocks = blocks_for(longest, size)
@@ -154,7 +155,7 @@ def _padded_slots(chunks: Sequence[ScheduledChunk], cache: KvCache) -> torch.Ten
     for i, chunk in enumerate(chunks):
         table = chunk.sequence.block_table[: blocks_for(chunk.end, size)]
         tables[i, : len(table)] = torch.tensor(table)
-    return (tables.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+    return AttentionGroup(rows=rows, blocks=tables, positions=positions, length=num_blocks * size)
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
