@@ -75,13 +75,13 @@ class Handoff:
         for target in self._request.prefill_targets:
             try:
                 await self._attempt(target)
+                self._sequence.join()
             except (aio.AioRpcError, InvalidKvPage) as error:
                 failures.append(f"{target}: {_reason(error)}")
                 log.warning("prefill attempt failed", target=target, reason=_reason(error))
                 self._raise_if_final(error)
                 self._sequence.reset_kv()
                 continue
-            self._sequence.join()
             return
         if self._worker.settings.local_prefill is LocalPrefill.NEVER:
             raise PrefillUnavailable(

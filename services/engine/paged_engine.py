@@ -143,6 +143,9 @@ class PagedEngine:
     def on_runnable(self, sequence: EngineSequence) -> None:
         raise NotImplementedError
 
+    def check_imported(self, sequence: EngineSequence) -> None:
+        """Looks at a complete import before it joins. Raises InvalidKvPage. A model cannot tell."""
+
     # For the subclasses
 
     def _remove(self, sequence: EngineSequence) -> None:

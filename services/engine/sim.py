@@ -74,8 +74,6 @@ class SimEngine(PagedEngine):
 
     def on_runnable(self, sequence: EngineSequence) -> None:
         has_joined = sequence.joined_at is not None and not sequence.was_preempted
-        if has_joined:
-            self._check_imported(sequence)
         run = _Run(sequence, time.monotonic(), 0 if has_joined else sequence.num_tokens)
         if not has_joined and sequence.timings.queue_s is None:
             sequence.timings.queue_s = run.started - sequence.submitted_at
@@ -172,7 +170,8 @@ class SimEngine(PagedEngine):
         for layer in range(self.cache.layout.num_layers):
             self.cache.layer(layer)[:, slots] = expected[:, layer]
 
-    def _check_imported(self, sequence: EngineSequence) -> None:
+    def check_imported(self, sequence: EngineSequence) -> None:
+        """Keys and values follow from the prompt here, so those of another one are noticed."""
         end = sequence.request.num_context_tokens
         held = self.cache.export_range(sequence.block_table, 0, self.cache.layout.num_layers, 0, end)
         if not torch.equal(held, self._expected_kv(sequence, 0, end)):

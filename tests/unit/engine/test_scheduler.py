@@ -38,6 +38,9 @@ class Bench:
     def on_runnable(self, sequence: EngineSequence) -> None:
         pass
 
+    def check_imported(self, sequence: EngineSequence) -> None:
+        pass
+
     def on_ended(self, sequence: EngineSequence) -> None:
         self.scheduler.remove(sequence)
 
