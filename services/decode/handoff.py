@@ -51,7 +51,7 @@ class Handoff:
         worker: Worker,
         sequence: Sequence,
         request: decode_pb2.GenerateRequest,
-        stub_for: Callable[[str], prefill_pb2_grpc.PrefillAsyncStub],
+        stub_for: "Callable[[str], prefill_pb2_grpc.PrefillAsyncStub]",
         report: HandoffReport,
         time_remaining: Callable[[], float | None],
     ) -> None:

@@ -47,7 +47,7 @@ class KvReceiver:
 
     async def pull(
         self,
-        stub: prefill_pb2_grpc.PrefillAsyncStub,
+        stub: "prefill_pb2_grpc.PrefillAsyncStub",
         request: prefill_pb2.PrefillRequest,
         timeout_s: float | None,
     ) -> Transfer:

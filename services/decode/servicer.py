@@ -109,7 +109,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             return SubmitMode.LOCAL
         return SubmitMode.HANDOFF
 
-    def _stub_for(self, target: str) -> prefill_pb2_grpc.PrefillAsyncStub:
+    def _stub_for(self, target: str) -> "prefill_pb2_grpc.PrefillAsyncStub":
         channel = self._channels.get(target)
         if channel is None:
             interceptor = TracingClientInterceptor(self._worker.telemetry.tracer)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from grpc import aio
 from observability.telemetry import setup
@@ -72,7 +73,7 @@ class Cluster:
 
     prefill: list[RunningWorker] = field(default_factory=list)
     decode: list[RunningWorker] = field(default_factory=list)
-    stub: decode_pb2_grpc.DecodeAsyncStub = None  # type: ignore[assignment]
+    stub: "decode_pb2_grpc.DecodeAsyncStub" = None  # type: ignore[assignment]
 
     @property
     def targets(self) -> list[str]:
@@ -141,10 +142,10 @@ class Reply:
     first_timings: decode_pb2.FirstTextTimings | None = None
 
 
-async def collect(call: AsyncIterator[decode_pb2.GenerateMessage]) -> Reply:
-    """Reads a call to its end."""
+async def collect(call: "aio.UnaryStreamCall[Any, decode_pb2.GenerateMessage]") -> Reply:
+    """Reads a call to its end, from wherever `read` has left it."""
     reply = Reply()
-    async for message in call:
+    while (message := await call.read()) is not aio.EOF:
         if message.WhichOneof("message") == "delta":
             assert message.delta.text, "an empty delta"
             if reply.first_timings is None:
