@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import structlog
 from grpc import aio
-from observability.telemetry import Telemetry, setup
 
 from baton.v1 import common_pb2
 from observability import logs
+from observability.telemetry import Telemetry, setup
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineError
 from services.engine.factory import create_engine

@@ -4,10 +4,10 @@ One span covers decoding as a whole; there is none per token.
 """
 
 from grpc import aio
-from observability.telemetry import Telemetry
-from observability.timings import HandoffStages
 
 from baton.v1 import decode_pb2
+from observability.telemetry import Telemetry
+from observability.timings import HandoffStages
 from services.decode.handoff import HandoffReport
 from services.engine.interface import Sequence
 from services.engine.request import SequenceFinished, TextGenerated

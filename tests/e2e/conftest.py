@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli.model import ensure_default_model
 
+from cli.model import ensure_default_model
 from tests.e2e.stack import Stack, running_stack
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from grpc import aio
-from observability.telemetry import setup
-from services.engine.factory import create_engine
-from services.engine.sim_model import write_sim_model
-from services.rpc.interceptors import TracingServerInterceptor
 
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from observability.telemetry import setup
 from services.decode.__main__ import add_servicer as add_decode
+from services.engine.factory import create_engine
+from services.engine.sim_model import write_sim_model
 from services.prefill.__main__ import add_servicer as add_prefill
+from services.rpc.interceptors import TracingServerInterceptor
 from services.rpc.server import RpcServer
 from services.settings import EngineKind, WorkerSettings
 from services.worker import Worker, engine_config
