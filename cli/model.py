@@ -117,3 +117,10 @@ def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["no output"])[-1]
+
+
+if __name__ == "__main__":
+    try:
+        print(ensure_default_model())
+    except ModelUnavailable as error:
+        raise SystemExit(f"model: {error}") from None

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cli.processes import ProcessRecord
 
@@ -69,14 +70,16 @@ class RunFolder:
 
     def entries(self) -> list[Entry]:
         """Every process of `stack.json`, plus any that only its pid file remembers."""
-        found = {}
+        found: dict[str, Entry] = {}
         for name, fields in self._read().items():
             record = ProcessRecord(fields["pid"], _marker(name), fields.get("started"), self.parent)
             found[name] = Entry(name, fields["address"], record, self.parent / fields["log"])
         for pid_file in sorted(self.path.glob("*-*.pid")):
             name = pid_file.stem
-            if name not in found and name != SUPERVISOR and (record := self._from_pid_file(name)):
-                found[name] = Entry(name, "", record, self.log_path(name))
+            if name in found or name == SUPERVISOR:
+                continue
+            if remembered := self._from_pid_file(name):
+                found[name] = Entry(name, "", remembered, self.log_path(name))
         return list(found.values())
 
     def supervisor(self) -> ProcessRecord | None:
@@ -112,14 +115,14 @@ class RunFolder:
             return None
         return ProcessRecord(pid, _marker(name), None, self.parent)
 
-    def _read(self) -> dict[str, dict[str, object]]:
+    def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            stack: dict[str, dict[str, object]] = json.loads(self._stack.read_text())
+            stack: dict[str, dict[str, Any]] = json.loads(self._stack.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
         return stack
 
-    def _write(self, stack: dict[str, dict[str, object]]) -> None:
+    def _write(self, stack: dict[str, dict[str, Any]]) -> None:
         if not stack:
             self._stack.unlink(missing_ok=True)
             return

@@ -4,7 +4,6 @@ Invariant: `start` leaves a whole stack or none. Whatever goes wrong, an interru
 started is stopped again.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -72,10 +71,8 @@ def _wait_ready(entries: list[Entry], timeout_s: float, progress: Progress) -> N
                 progress(entry.name, "ready")
         if waiting and time.monotonic() >= deadline:
             late = waiting[0]
-            raise StartFailed(
-                f"{late.name} was not ready after {timeout_s:.0f} s ({answers[late.name].detail or late.log})",
-                log_tail(late),
-            )
+            why = answers[late.name].detail or late.log
+            raise StartFailed(f"{late.name} was not ready after {timeout_s:.0f} s ({why})", log_tail(late))
         if waiting:
             time.sleep(_PROBE_EVERY_S)
 
@@ -131,4 +128,4 @@ def _drain_s(environment: Mapping[str, str]) -> float:
     try:
         return float(environment.get("BATON_DRAIN_S", "25")) + _DRAIN_MARGIN_S
     except ValueError:
-        raise CommandError(f"BATON_DRAIN_S: {os.environ['BATON_DRAIN_S']!r} is no number") from None
+        raise CommandError(f"BATON_DRAIN_S: {environment['BATON_DRAIN_S']!r} is no number") from None
