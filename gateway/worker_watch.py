@@ -1,0 +1,166 @@
+"""One worker as a gateway sees it: its channel, its identity, its live load, whether it is there.
+
+Invariant: a worker is up only while its load stream speaks; one that is silent for `SILENCE_S` counts
+as gone, and every call to it is told (`lost`). A process that comes back on the same address, as
+another instance, is up again once it has introduced itself.
+Must not know: which worker is the better choice, replies.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from grpc import aio
+
+from baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from gateway.signals import Pulse
+from services.rpc.channel import create_channel
+
+SILENCE_S = 3.0  # workers report at least once a second
+_INTRODUCTION_S = 2.0
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
+_REPORT_LAG_S = 0.15  # a worker looks at its load every 0.1 s
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerGone(Exception):
+    """The load stream has ended, or says nothing any more."""
+
+
+class WorkerWatch:
+    """Keeps one worker in view from `start` to `close`.
+
+    Args:
+        on_change: called when the worker comes, goes or begins to drain.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        stub_for: Callable[[aio.Channel], Any],
+        interceptors: Sequence[aio.ClientInterceptor],
+        *,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.info: common_pb2.WorkerInfo | None = None
+        self.load: common_pb2.Load | None = None
+        self.heard_at = float("-inf")
+        self.lost = Pulse()
+        self.last_picked = 0  # the router's count; ties go to the longest rested
+        self._clock = clock
+        self._on_change = on_change
+        self._channel = create_channel(address, interceptors)
+        self.stub = stub_for(self._channel)
+        self._sent: deque[float] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.load is not None
+
+    @property
+    def takes_work(self) -> bool:
+        return self.load is not None and not self.load.draining
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self.info.identity.fingerprint if self.is_up and self.info is not None else None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    def note_sent(self) -> None:
+        """A request is on its way; it counts as load until a report can have seen it."""
+        self._sent.append(self._clock())
+
+    def busyness(self, num_tokens: int) -> tuple[bool, float, float]:
+        """Smaller is better: no room for `num_tokens`, requests per capacity, share of blocks in use.
+
+        Only for a worker that is up.
+        """
+        assert self.info is not None
+        assert self.load is not None
+        load = self.load
+        num_requests = load.running + load.waiting + len(self._sent)
+        num_free = load.blocks_total - load.blocks_used  # cached blocks are given up on demand
+        lacks_room = num_free * max(self.info.block_size, 1) < num_tokens
+        return (
+            lacks_room,
+            num_requests / max(self.info.max_num_seqs, 1),
+            load.blocks_used / max(load.blocks_total, 1),
+        )
+
+    async def _watch(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                info = await self.stub.GetInfo(common_pb2.GetInfoRequest(), timeout=_INTRODUCTION_S)
+                async with aclosing(self._loads()) as loads:
+                    async for load in loads:
+                        self._take(info, load)
+                        backoff_s = _FIRST_BACKOFF_S
+            except (aio.AioRpcError, WorkerGone) as error:
+                self._forget(error)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def _loads(self) -> AsyncGenerator[common_pb2.Load, None]:
+        call = self.stub.WatchLoad(common_pb2.WatchLoadRequest())
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        load = await call.read()
+                except TimeoutError:
+                    raise WorkerGone(f"no load report for {SILENCE_S} s") from None
+                if load is aio.EOF:
+                    raise WorkerGone("the load stream has ended")
+                yield load
+        finally:
+            call.cancel()
+
+    def _take(self, info: common_pb2.WorkerInfo, load: common_pb2.Load) -> None:
+        now = self._clock()
+        before = (self.takes_work, self.fingerprint)
+        self.info, self.load, self.heard_at = info, load, now
+        while self._sent and now - self._sent[0] >= _REPORT_LAG_S:
+            self._sent.popleft()
+        if before != (self.takes_work, self.fingerprint):
+            self._on_change()
+
+    def _forget(self, error: Exception) -> None:
+        if self.load is None:
+            return
+        reason = error.code().name if isinstance(error, aio.AioRpcError) else str(error)
+        _log.warning("worker %s is gone: %s", self.address, reason)
+        self.load = None
+        self._sent.clear()
+        self._on_change()
+        self.lost.beat()
+
+
+def decode_watch(
+    address: str,
+    interceptors: Sequence[aio.ClientInterceptor],
+    *,
+    clock: Callable[[], float],
+    on_change: Callable[[], None],
+) -> WorkerWatch:
+    return WorkerWatch(address, decode_pb2_grpc.DecodeStub, interceptors, clock=clock, on_change=on_change)
+
+
+def prefill_watch(address: str, *, clock: Callable[[], float], on_change: Callable[[], None]) -> WorkerWatch:
+    """Gateways ask prefill workers for nothing but their load."""
+    return WorkerWatch(address, prefill_pb2_grpc.PrefillStub, (), clock=clock, on_change=on_change)
