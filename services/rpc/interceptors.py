@@ -19,6 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from observability import semconv
 from services.rpc.call_end import CallEnd, client_end, server_end
+from services.rpc.droppable_call import DroppableCall
 
 # Streams that last as long as the process, and probes; their spans would say nothing.
 _UNTRACED_SERVICES = ("grpc.health.", "grpc.reflection.")
@@ -145,8 +146,7 @@ class TracingClientInterceptor(aio.UnaryStreamClientInterceptor):
     """Opens a CLIENT span for each streamed call, a child of the span current at the call.
 
     grpc.aio files an interceptor under one kind of call only; `tracing_client_interceptors` has both.
-    The caller gets the call itself, so its whole interface stays. The span of a call that is dropped
-    without being read to its end or cancelled ends when the call is collected.
+    A call that is dropped before its end is cancelled, and its span ends, when it is collected.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -159,7 +159,8 @@ class TracingClientInterceptor(aio.UnaryStreamClientInterceptor):
         request: Any,
     ) -> Any:
         """Makes the call with a span around it."""
-        return await _call(self._tracer, continuation, client_call_details, request)
+        call = await _call(self._tracer, continuation, client_call_details, request)
+        return DroppableCall(call)
 
 
 class TracingUnaryClientInterceptor(aio.UnaryUnaryClientInterceptor):
