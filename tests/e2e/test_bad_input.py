@@ -72,10 +72,10 @@ def test_an_unknown_model_is_a_404_that_names_it(sim_stack: Stack) -> None:
     assert "gpt-9" in error["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_longer_than_the_model_is_a_400(sim_stack: Stack, stream: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"stream": True}])
+def test_a_prompt_longer_than_the_model_is_a_400(sim_stack: Stack, options: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "baton " * 40_000}]
-    status, error = chat(sim_stack, {"messages": messages, "stream": stream})
+    status, error = chat(sim_stack, {"messages": messages, **options})
     assert status == 400
     assert error["code"] == "context_length_exceeded"
 
