@@ -8,6 +8,7 @@ Must not know: replies, logs, what is generated.
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -94,7 +95,7 @@ class Admission:
         return DecodeCall(target, call, sent_at=sent_at, clock=self._clock)
 
     async def _answered(
-        self, answer: "asyncio.Future[object]", address: str, sent_at: float, patience_ends: float
+        self, answer: "asyncio.Future[Any]", address: str, sent_at: float, patience_ends: float
     ) -> None:
         """Waits for initial metadata, as long as the worker gives signs of life. Raises CallFailed."""
         while not answer.done():

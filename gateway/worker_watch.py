@@ -112,7 +112,17 @@ class WorkerWatch:
                         self._take(info, load)
                         backoff_s = _FIRST_BACKOFF_S
             except (aio.AioRpcError, WorkerGone) as error:
-                self._forget(error)
+                self._forget(_reason(error))
+            except asyncio.CancelledError:
+                # grpc.aio raises this also for a call that the worker cancelled, as on its way down.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                self._forget("the worker has cancelled the call")
+            except Exception:
+                # Whatever it was: a worker that nobody watches would look alive for ever.
+                _log.exception("watching worker %s failed", self.address)
+                self._forget("its load cannot be read")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
@@ -140,15 +150,18 @@ class WorkerWatch:
         if before != (self.takes_work, self.fingerprint):
             self._on_change()
 
-    def _forget(self, error: Exception) -> None:
+    def _forget(self, reason: str) -> None:
         if self.load is None:
             return
-        reason = error.code().name if isinstance(error, aio.AioRpcError) else str(error)
         _log.warning("worker %s is gone: %s", self.address, reason)
         self.load = None
         self._sent.clear()
         self._on_change()
         self.lost.beat()
+
+
+def _reason(error: aio.AioRpcError | WorkerGone) -> str:
+    return error.code().name if isinstance(error, aio.AioRpcError) else str(error)
 
 
 def decode_watch(
