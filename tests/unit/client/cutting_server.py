@@ -100,18 +100,18 @@ class CuttingServer:
             with connection:
                 asked = _read_request(connection)
                 if asked is not None:
-                    self.asked.append(asked)
                     self._answer(connection, asked)
 
     def _answer(self, connection: socket.socket, asked: Asked) -> None:
+        if asked.path == "/v1/models":
+            _send_json(connection, 200, {}, {"data": [{"id": "scripted"}]})
+            return
+        self.asked.append(asked)
         step = self.script.pop(0) if self.script else None
         if isinstance(step, NoAnswer):
             return
         if isinstance(step, Refuse):
-            body = json.dumps({"error": {"message": step.message}}).encode()
-            lines = [f"HTTP/1.1 {step.status} X", f"Content-Length: {len(body)}", "Connection: close"]
-            lines += [f"{name}: {value}" for name, value in step.headers.items()]
-            connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+            _send_json(connection, step.status, step.headers, {"error": {"message": step.message}})
             return
         body = self._rest(asked.headers.get("last-event-id", ""))
         connection.sendall(
@@ -138,6 +138,15 @@ class CuttingServer:
 
     def start(self) -> None:
         self._thread.start()
+
+
+def _send_json(
+    connection: socket.socket, status: int, headers: dict[str, str], document: dict[str, object]
+) -> None:
+    body = json.dumps(document).encode()
+    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
 
 def _read_request(connection: socket.socket) -> Asked | None:
