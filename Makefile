@@ -22,7 +22,7 @@ help:
 setup: $(INSTALLED) $(STUBS) redis
 
 demo: setup
-	@$(BIN)/baton demo
+	@$(BIN)/baton demo $(ARGS)
 
 up: setup
 	@$(BIN)/baton up $(ARGS)

@@ -7,6 +7,7 @@ and the two halves must be exactly that. Raises CommandError if anything does no
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -81,6 +82,10 @@ def show(console: Console, url: str) -> None:
         raise CommandError(f"the demo found that this does not hold: {'; '.join(failures)}")
 
 
+def _open(url: str, method: str, path: str, **more: Any) -> RawStream:
+    return RawStream(url, method, path, api_key=os.environ.get("BATON_API_KEY", ""), **more)
+
+
 def _ask_and_drop(console: Console, url: str) -> Half:
     half, num_pieces = Half(), 0
     request = {
@@ -91,7 +96,7 @@ def _ask_and_drop(console: Console, url: str) -> Half:
         "min_tokens": 4 * _CUT_AFTER_PIECES,
         "max_tokens": 160,
     }
-    with RawStream(url, "POST", "/v1/chat/completions", request) as stream:
+    with _open(url, "POST", "/v1/chat/completions", body=request) as stream:
         for event in stream.events():
             half.events.append(event)
             text = text_of(event)
@@ -105,7 +110,7 @@ def _ask_and_drop(console: Console, url: str) -> Half:
 
 def _read_to_end(console: Console, url: str, path: str, last_event_id: str) -> Half:
     half = Half()
-    with RawStream(url, "GET", path, last_event_id=last_event_id) as stream:
+    with _open(url, "GET", path, last_event_id=last_event_id) as stream:
         for event in stream.events():
             half.events.append(event)
             console.print(text_of(event), end="", style="magenta", markup=False)
@@ -117,7 +122,7 @@ def _read_to_end(console: Console, url: str, path: str, last_event_id: str) -> H
 def checks(url: str, path: str, first: Half, second: Half) -> Iterator[tuple[str, bool]]:
     """What the demo claims, each with whether it holds."""
     whole = Half()
-    with RawStream(url, "GET", path) as stream:
+    with _open(url, "GET", path) as stream:
         whole.events.extend(stream.events())
     joined = first.events + second.events
     yield (

@@ -29,6 +29,7 @@ class RawStream:
         path: str,
         body: Mapping[str, Any] | None = None,
         last_event_id: str = "",
+        api_key: str = "",
         timeout: float = 60.0,
     ) -> None:
         """Raises CommandError if nobody answers, or not with an event stream."""
@@ -38,6 +39,8 @@ class RawStream:
         headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         if last_event_id:
             headers["Last-Event-ID"] = last_event_id
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
         try:
             self._connection.request(method, path, json.dumps(body) if body is not None else None, headers)
             self._response = self._connection.getresponse()

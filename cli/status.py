@@ -86,9 +86,10 @@ def print_table(rows: Sequence[Row]) -> None:
     if not rows:
         console.print("Nothing was started here. `baton up` starts a stack.")
         return
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("process", "address", "pid", "state", "running", "waiting", "KV blocks", "cached"):
-        table.add_column(name, justify="left" if name in ("process", "address", "state") else "right")
+        left = name in ("process", "address", "state")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "state")
     for row in rows:
         table.add_row(
             f"{row.role}-{row.n}",
