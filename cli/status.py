@@ -89,7 +89,7 @@ def print_table(rows: Sequence[Row]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("process", "address", "pid", "state", "running", "waiting", "KV blocks", "cached"):
         left = name in ("process", "address", "state")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "state")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.role}-{row.n}",
@@ -102,12 +102,15 @@ def print_table(rows: Sequence[Row]) -> None:
             _number(row.blocks_cached),
         )
     console.print(table)
+    for row in rows:
+        if row.detail:
+            console.print(f"{row.role}-{row.n}: {row.detail}", markup=False, soft_wrap=True)
 
 
 def _state(row: Row) -> str:
     if row.draining:
         return "[yellow]draining[/]"
-    return "[green]ready[/]" if row.ready else f"[red]not ready[/] {row.detail.replace('[', '(')}"
+    return "[green]ready[/]" if row.ready else "[red]not ready[/]"
 
 
 def _number(value: int | None) -> str:
