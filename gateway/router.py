@@ -108,8 +108,8 @@ class Router:
         return Route(target, tuple(watch.address for watch in prefill))
 
     def heard_at(self, address: str) -> float | None:
-        """When the decode worker last gave a sign of life; None if it counts as gone."""
-        for watch in self._decode:
+        """When the worker last gave a sign of life; None if it counts as gone."""
+        for watch in (*self._decode, *self._prefill):
             if watch.address == address and watch.is_up:
                 return watch.heard_at
         return None

@@ -119,8 +119,7 @@ class WorkerWatch:
                 if task is None or task.cancelling():
                     raise
                 self._forget("the worker has cancelled the call")
-            except Exception:
-                # Whatever it was: a worker that nobody watches would look alive for ever.
+            except Exception:  # noqa: BLE001  # a worker that nobody watches would look alive for ever
                 _log.exception("watching worker %s failed", self.address)
                 self._forget("its load cannot be read")
             await asyncio.sleep(backoff_s)
