@@ -101,7 +101,9 @@ def identity_from_proto(message: common_pb2.ModelIdentity) -> ModelIdentity:
     )
 
 
-def info_to_proto(info: EngineInfo, role: common_pb2.Role, instance: str) -> common_pb2.WorkerInfo:
+def info_to_proto(
+    info: EngineInfo, role: "common_pb2.Role.ValueType", instance: str
+) -> common_pb2.WorkerInfo:
     return common_pb2.WorkerInfo(
         role=role,
         identity=identity_to_proto(info.identity),
@@ -114,5 +116,5 @@ def info_to_proto(info: EngineInfo, role: common_pb2.Role, instance: str) -> com
     )
 
 
-def finish_reason_to_proto(reason: FinishReason) -> decode_pb2.FinishReason:
+def finish_reason_to_proto(reason: FinishReason) -> "decode_pb2.FinishReason.ValueType":
     return _FINISH_REASONS[reason]

@@ -46,7 +46,7 @@ class Worker:
     engine: Engine
     telemetry: Telemetry
     lifecycle: Lifecycle
-    role: common_pb2.Role
+    role: "common_pb2.Role.ValueType"
     traffic: KvTraffic = field(default_factory=KvTraffic)
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -100,7 +100,7 @@ async def _wait_at_most(event: Awaitable[bool], seconds: float) -> None:
 
 
 async def serve(
-    role: common_pb2.Role,
+    role: "common_pb2.Role.ValueType",
     service_name: str,
     add_servicer: Callable[[Worker, aio.Server], Callable[[], Awaitable[None]]],
 ) -> None:

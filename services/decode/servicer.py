@@ -7,6 +7,7 @@ sequence's blocks are released on every way out; an emitted token is never sampl
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpc import aio
 
@@ -141,7 +142,7 @@ async def _run_until_written(tasks: list[asyncio.Task[None]], superseded: asynci
     """Waits for the first task (the writer); any other task's failure, or a takeover, ends it."""
     writer = tasks[0]
     takeover = asyncio.create_task(superseded.wait())
-    pending: set[asyncio.Task[None] | asyncio.Task[bool]] = {*tasks, takeover}
+    pending: set[asyncio.Task[Any]] = {*tasks, takeover}
     try:
         while not writer.done():
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

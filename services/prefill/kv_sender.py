@@ -7,7 +7,7 @@ copied out of the pool when it is about to be sent, so pages that wait cost no m
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from baton.v1 import prefill_pb2
 from services import kv_page
@@ -45,7 +45,7 @@ class KvSender:
         self.num_bytes = 0
         self.num_pages = 0
 
-    async def messages(self) -> AsyncIterator[prefill_pb2.PrefillMessage]:
+    async def messages(self) -> AsyncGenerator[prefill_pb2.PrefillMessage, None]:
         """Yields FirstToken as soon as it is known, pages meanwhile, then the result.
 
         Raises what the sequence raises. Close it (`aclosing`) on every path.

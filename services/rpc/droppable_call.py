@@ -1,4 +1,4 @@
-"""A streamed client call that is cancelled when nobody holds it any more.
+"""A streamed client call that ends with its reader: cancelled with it, or when nobody holds it any more.
 
 grpc.aio means to do that itself, but its channel hangs a callback on every call, which keeps call and
 server busy until the reply is done (seen with grpcio 1.85, with and without interceptors). Here the
@@ -86,11 +86,21 @@ class DroppableCall(aio.UnaryStreamCall):  # type: ignore[type-arg]  # generic o
     async def wait_for_connection(self) -> None:
         await self._call.wait_for_connection()
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return aiter(self._call)
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        try:
+            async for message in self._call:
+                yield message
+        except asyncio.CancelledError:
+            # grpc.aio cancels too, except where it still waits for the request to be sent.
+            self.cancel()
+            raise
 
     async def read(self) -> Any:
-        return await self._call.read()
+        try:
+            return await self._call.read()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

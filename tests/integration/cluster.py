@@ -40,7 +40,7 @@ class RunningWorker:
 
 @asynccontextmanager
 async def running_worker(
-    model: Path, role: common_pb2.Role, add_servicer: AddServicer, name: str, **overrides: object
+    model: Path, role: "common_pb2.Role.ValueType", add_servicer: AddServicer, name: str, **overrides: object
 ) -> AsyncIterator[RunningWorker]:
     """One worker; `overrides` are fields of `WorkerSettings`."""
     values = {
