@@ -320,6 +320,18 @@ async def test_dropped_without_a_look(echo: Echo) -> None:
     await _check_cancelled(echo)
 
 
+async def test_collected_in_another_thread(echo: Echo) -> None:
+    calls = [echo.stream("Write", b"hang")]
+    await eventually(lambda: echo.service.num_started == 1)
+
+    def drop_and_collect() -> None:
+        calls.clear()
+        gc.collect()
+
+    await asyncio.to_thread(drop_and_collect)
+    await _check_cancelled(echo)
+
+
 @STYLES
 async def test_the_server_stops(echo: Echo, method: str) -> None:
     call = echo.stream(method, b"hang-after")
