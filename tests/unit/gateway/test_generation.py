@@ -518,7 +518,7 @@ async def test_without_workers_the_reply_ends_with_one_error_after_the_retry_tim
 
 
 async def test_a_worker_that_admits_and_fails_again_and_again_is_not_hammered() -> None:
-    worker = FakeWorker(script=Script(die_after=0))
+    worker = FakeWorker(script=Script(first_delay_s=0.03, die_after=0))
     async with gateway(worker, retry_s=0.6) as gw:
         reply = await gw.finished()
         assert error_of(reply)["code"] == "decode_unavailable"

@@ -66,6 +66,20 @@ async def test_nobody_there_is_unavailable_at_once() -> None:
     await router.close()
 
 
+async def test_a_black_hole_is_never_named() -> None:
+    """Something that accepts connections and says nothing."""
+    hole = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    port = hole.sockets[0].getsockname()[1]
+    worker = FakeWorker()
+    async with running(worker):
+        router = Router([f"127.0.0.1:{port}", worker.address])
+        await router.start()
+        await eventually(lambda: router.is_ready)
+        assert {router.route(PROMPT).decode.address for _ in range(5)} == {worker.address}
+        await router.close()
+    hole.close()
+
+
 async def test_the_model_is_what_the_workers_serve() -> None:
     async with routing([FakeWorker()]) as router:
         assert router.model is not None
