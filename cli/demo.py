@@ -26,7 +26,7 @@ from cli.up import running_url, up
 from client.sse import ServerSentEvent
 
 _QUESTION = "How does a relay race work, and why must the runners not drop the baton?"
-_CUT_AFTER_PIECES = 24  # of text: early in the reply, well after the first token
+CUT_AFTER_PIECES = 24  # of text: early in the reply, well after the first token
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ def show(console: Console, url: str) -> None:
     """The demo proper, against any gateway. Raises CommandError if something does not hold."""
     console.print(f"\n[bold]Question:[/] {_QUESTION}")
     console.print("[dim]first connection: POST /v1/chat/completions[/]")
-    first = _ask_and_drop(console, url)
+    first = ask_and_drop(console, url)
     reply_id = first.last_event_id.rpartition(":")[0]
     console.print(f"\n[bold red]-- socket closed after event {first.last_event_id} --[/]")
     path = f"/v1/streams/{reply_id}"
     console.print(f"[dim]second connection: GET {path}, Last-Event-ID: {first.last_event_id}[/]")
-    second = _read_to_end(console, url, path, first.last_event_id)
+    second = read_to_end(console, url, path, first.last_event_id)
     console.print("\n")
     failures = []
     for claim, holds in checks(url, path, first, second):
@@ -86,14 +86,15 @@ def _open(url: str, method: str, path: str, **more: Any) -> RawStream:
     return RawStream(url, method, path, api_key=os.environ.get("BATON_API_KEY", ""), **more)
 
 
-def _ask_and_drop(console: Console, url: str) -> Half:
+def ask_and_drop(console: Console, url: str) -> Half:
+    """Asks, and closes the socket in mid-reply. Raises CommandError if the reply is over before that."""
     half, num_pieces = Half(), 0
     request = {
         "messages": [{"role": "user", "content": _QUESTION}],
         "stream": True,
         "temperature": 0.7,
         "seed": 7,
-        "min_tokens": 4 * _CUT_AFTER_PIECES,
+        "min_tokens": 4 * CUT_AFTER_PIECES,
         "max_tokens": 160,
     }
     with _open(url, "POST", "/v1/chat/completions", body=request) as stream:
@@ -102,13 +103,14 @@ def _ask_and_drop(console: Console, url: str) -> Half:
             text = text_of(event)
             console.print(text, end="", style="cyan", markup=False)
             num_pieces += bool(text)
-            if num_pieces == _CUT_AFTER_PIECES:
+            if num_pieces == CUT_AFTER_PIECES:
                 stream.drop()
                 return half
     raise CommandError(f"the reply ended after {num_pieces} pieces of text: {half.events[-1:]}")
 
 
-def _read_to_end(console: Console, url: str, path: str, last_event_id: str) -> Half:
+def read_to_end(console: Console, url: str, path: str, last_event_id: str) -> Half:
+    """Resumes on a new connection. Raises CommandError if that one breaks off."""
     half = Half()
     with _open(url, "GET", path, last_event_id=last_event_id) as stream:
         for event in stream.events():

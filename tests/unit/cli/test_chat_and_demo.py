@@ -4,9 +4,10 @@ import io
 import json
 
 import pytest
+from rich.console import Console
 
 from cli.chat import chat
-from cli.demo import Half, checks, text_of
+from cli.demo import CUT_AFTER_PIECES, Half, ask_and_drop, checks, read_to_end, text_of
 from cli.errors import CommandError
 from cli.raw_stream import RawStream
 from tests.unit.client.cutting_server import (
@@ -16,6 +17,7 @@ from tests.unit.client.cutting_server import (
     CuttingServer,
     Refuse,
     cutting_server,
+    make_frames,
 )
 
 PATH = f"/v1/streams/{REPLY_ID}"
@@ -36,6 +38,23 @@ def test_the_two_halves_of_an_honest_server_join() -> None:
         second = read(server, first.last_event_id)
         assert first.text + second.text == TEXT
         assert all(holds for _, holds in checks(server.url, PATH, first, second))
+
+
+def test_the_demo_cuts_in_mid_reply_and_shows_both_halves() -> None:
+    pieces = [f"[b]{number}[/b] " for number in range(3 * CUT_AFTER_PIECES)]  # text, not markup
+    shown = io.StringIO()
+    console = Console(file=shown, highlight=False, soft_wrap=True)
+    with cutting_server(frames=make_frames(pieces)) as server:
+        first = ask_and_drop(console, server.url)
+        assert first.text == "".join(pieces[:CUT_AFTER_PIECES])
+        second = read_to_end(console, server.url, PATH, first.last_event_id)
+        assert all(holds for _, holds in checks(server.url, PATH, first, second))
+    assert shown.getvalue() == "".join(pieces)
+
+
+def test_a_reply_too_short_to_cut_fails_the_demo() -> None:
+    with cutting_server() as server, pytest.raises(CommandError, match="ended after 6 pieces"):
+        ask_and_drop(Console(file=io.StringIO()), server.url)
 
 
 @pytest.mark.parametrize("damage", ["gap", "repeat", "no end"])

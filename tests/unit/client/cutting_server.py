@@ -24,14 +24,15 @@ def _chunk(seq: int, **fields: object) -> bytes:
     return _frame(seq, json.dumps({"id": REPLY_ID, **fields}, ensure_ascii=False))
 
 
-def make_frames() -> list[bytes]:
+def make_frames(pieces: Sequence[str] = PIECES) -> list[bytes]:
     """The whole reply; its IDs rise, with holes, as those of the chat format do."""
     frames = [_chunk(1, choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])]
-    for number, piece in enumerate(PIECES):
+    for number, piece in enumerate(pieces):
         frames.append(_chunk(5 + number, choices=[{"index": 0, "delta": {"content": piece}}]))
-    frames.append(_chunk(20, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
-    frames.append(_chunk(21, choices=[], usage=USAGE))
-    frames.append(_frame(22, "[DONE]"))
+    last = 14 + len(pieces)
+    frames.append(_chunk(last, choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}]))
+    frames.append(_chunk(last + 1, choices=[], usage=USAGE))
+    frames.append(_frame(last + 2, "[DONE]"))
     return frames
 
 
