@@ -85,6 +85,11 @@ class Attendance:
             return False
         return self._clock() - since >= self._grace_s
 
+    async def all_left(self) -> None:
+        """Returns when the marks of clients that have left are taken back."""
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+
     async def _mark(self, reply_id: str) -> None:
         try:
             await self._log.attach(reply_id)

@@ -9,12 +9,12 @@ Must not know: events, owners, scripts.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from gateway.event_log_connection import cancellable
 from gateway.signals import IdQueue, Pulse
 
 BLOCK_MS = 1000
@@ -33,12 +33,10 @@ def inbox_key(gateway_id: str) -> str:
 class Inbox:
     """Reads this gateway's inbox and writes to those of others.
 
-    `reader` must be a client of its own with one connection; `writer` may be shared.
+    `connect_reader` gives a client of its own with one connection; `writer` may be shared.
     """
 
-    def __init__(
-        self, gateway_id: str, *, writer: "Redis[bytes] | Any", connect_reader: Callable[[], Any]
-    ) -> None:
+    def __init__(self, gateway_id: str, *, writer: Any, connect_reader: Callable[[], Any]) -> None:
         self.cancels = IdQueue()
         self._key = inbox_key(gateway_id)
         self._writer = writer
@@ -52,9 +50,11 @@ class Inbox:
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send_hints())]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        running = set(self._tasks)
+        while running:  # again: a cancellation lost while redis-py connects shows only after the block
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=0.05)
 
     @contextmanager
     def listening(self, reply_id: str) -> Iterator[Pulse]:
@@ -93,7 +93,8 @@ class Inbox:
             for gateway in {gateway for gateway, _ in hints}:
                 pipeline.pexpire(inbox_key(gateway), INBOX_TTL_MS)
             try:
-                await pipeline.execute()
+                with cancellable():
+                    await pipeline.execute()
             except (RedisError, OSError) as error:
                 _log.debug("%d wake hints lost, readers will poll: %r", len(hints), error)
 
@@ -106,13 +107,15 @@ class Inbox:
             except (RedisError, OSError) as error:
                 _log.debug("inbox reader reconnects: %r", error)
             finally:
-                await reader.aclose()
+                with suppress(RedisError, OSError):
+                    await reader.aclose()
             await asyncio.sleep(RETRY_S)
 
     async def _receive_from(self, reader: Any) -> None:
         cursor = b"0-0"
         while True:
-            answer = await reader.xread({self._key: cursor}, count=1000, block=BLOCK_MS)
+            with cancellable():
+                answer = await reader.xread({self._key: cursor}, count=1000, block=BLOCK_MS)
             for _, entries in answer or ():
                 for entry_id, fields in entries:
                     cursor = entry_id
@@ -120,6 +123,6 @@ class Inbox:
 
     def _dispatch(self, fields: dict[bytes, bytes]) -> None:
         if (cancelled := fields.get(b"cancel")) is not None:
-            self.cancels.put(cancelled.decode())
-        elif (hinted := self._pulses.get(fields.get(b"hint", b"").decode())) is not None:
+            self.cancels.put(cancelled.decode(errors="replace"))
+        elif (hinted := self._pulses.get(fields.get(b"hint", b"").decode(errors="replace"))) is not None:
             hinted[0].beat()

@@ -4,7 +4,7 @@ Keys of a reply, all in one cluster slot: `:events` (stream, IDs `<seq>-0`), `:m
 (hash: gateway to expiry of its attachment mark, in ms), `:gone` (tombstone). Scripts that work on many
 replies take each reply's keys as one group and treat each group alone, behind a pcall.
 With Redis Cluster a call may touch one slot only: call once per group (or slot) there; only
-`RedisEventLog._append_chunk`, `renew` and `attach` pass more than one group.
+`RedisEventLog.append`, `renew` and `attach` pass more than one group.
 """
 
 import hashlib
@@ -22,6 +22,22 @@ class Script:
         object.__setattr__(self, "sha", hashlib.sha1(self.source.encode()).hexdigest())
 
 
+def events_key(reply_id: str) -> str:
+    return f"baton:{{{reply_id}}}:events"
+
+
+def meta_key(reply_id: str) -> str:
+    return f"baton:{{{reply_id}}}:meta"
+
+
+def watch_key(reply_id: str) -> str:
+    return f"baton:{{{reply_id}}}:watch"
+
+
+def gone_key(reply_id: str) -> str:
+    return f"baton:{{{reply_id}}}:gone"
+
+
 _NOW = """
 local function now_ms()
   local t = redis.call('TIME')
@@ -31,7 +47,6 @@ end
 
 # KEYS: meta, gone. ARGV: schema, doc, gateway, lease token, safety TTL ms. 1 created, 0 exists.
 CREATE = Script("""
-if redis.call('HGET', KEYS[1], 'lease') == ARGV[4] then return 1 end
 if redis.call('EXISTS', KEYS[1], KEYS[2]) > 0 then return 0 end
 redis.call('HSET', KEYS[1], 'schema', ARGV[1], 'doc', ARGV[2], 'status', 'queued', 'epoch', 1,
   'last_seq', 0, 'owner', ARGV[3], 'lease', ARGV[4])
@@ -63,10 +78,15 @@ return 1
 # Answer per reply: outcomes as letters (A appended, D duplicate, G gap, F fenced), the next seq the
 # log takes, and the other gateways with a live mark.
 # XADD into an empty stream takes any ID, so lost data is recognised here: the stream must be exactly
-# as long as meta says.
+# as long as meta says. A key of another type, or a stream that refuses the ID, counts as lost data too;
+# a store that takes no writes fails the call.
 APPEND = Script(
     _NOW
     + """
+local function full(reason)
+  return string.find(reason, '^OOM') or string.find(reason, '^READONLY') or string.find(reason, '^MISCONF')
+end
+
 local function append(k, first, epoch, status, count)
   local m = redis.call('HMGET', KEYS[k + 1], 'epoch', 'last_seq', 'terminal_seq')
   if not m[1] then
@@ -92,14 +112,10 @@ local function append(k, first, epoch, status, count)
     elseif seq > last + 1 then
       code = 'G'
     else
-      local added = redis.pcall('XADD', KEYS[k], ARGV[a] .. '-0', 'kind', ARGV[a + 2],
+      redis.call('XADD', KEYS[k], ARGV[a] .. '-0', 'kind', ARGV[a + 2],
         'epoch', ARGV[a + 1], 'payload', ARGV[a + 4])
-      if type(added) == 'table' and added.err then
-        code = 'G'
-      else
-        code, last = 'A', seq
-        if ARGV[a + 3] == '1' then terminal = seq end
-      end
+      code, last = 'A', seq
+      if ARGV[a + 3] == '1' then terminal = seq end
     end
     codes[i] = code
   end
@@ -113,7 +129,7 @@ local function append(k, first, epoch, status, count)
     redis.call('PEXPIRE', KEYS[k + 1], ARGV[2])
     redis.call('SET', KEYS[k + 3], '1', 'PX', ARGV[3])
   end
-  local marks = redis.call('HGETALL', KEYS[k + 2])
+  local marks = redis.pcall('HGETALL', KEYS[k + 2])
   if #marks > 0 then
     local now = now_ms()
     for i = 1, #marks, 2 do
@@ -127,7 +143,12 @@ local answers, a = {}, 5
 for k = 1, #KEYS, 4 do
   local count = tonumber(ARGV[a + 2])
   local ok, answer = pcall(append, k, a + 3, tonumber(ARGV[a]), ARGV[a + 1], count)
-  answers[#answers + 1] = ok and answer or {string.rep('G', count), 1}
+  if not ok then
+    local reason = type(answer) == 'table' and answer.err or tostring(answer)
+    if full(reason) then return redis.error_reply(reason) end
+    answer = {string.rep('G', count), 1}
+  end
+  answers[#answers + 1] = answer
   a = a + 3 + count * 5
 end
 return answers
@@ -135,11 +156,12 @@ return answers
 )
 
 # KEYS: meta, events, gone. ARGV: lease token seen, new token, gateway, schema, safety TTL ms.
-# The new epoch; 0 lost; -1 unknown; -2 gone.
+# The new epoch; 0 lost; -1 unknown, also when events are missing (nobody could continue it); -2 gone.
 CLAIM = Script("""
-local m = redis.call('HMGET', KEYS[1], 'lease', 'terminal_seq', 'schema')
+local m = redis.call('HMGET', KEYS[1], 'lease', 'terminal_seq', 'schema', 'last_seq')
 if not m[1] then return redis.call('EXISTS', KEYS[3]) == 1 and -2 or -1 end
 if m[1] ~= ARGV[1] or m[2] or tonumber(m[3]) > tonumber(ARGV[4]) then return 0 end
+if redis.call('XLEN', KEYS[2]) ~= tonumber(m[4]) then return -1 end
 redis.call('HSET', KEYS[1], 'lease', ARGV[2], 'owner', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[2], ARGV[5])
@@ -185,7 +207,7 @@ return 1
 IS_ATTACHED = Script(
     _NOW
     + """
-local marks, now = redis.call('HVALS', KEYS[1]), now_ms()
+local marks, now = redis.pcall('HVALS', KEYS[1]), now_ms()
 for i = 1, #marks do
   if tonumber(marks[i]) > now then return 1 end
 end

@@ -9,7 +9,7 @@ import heapq
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.event_log import (
     SCHEMA_VERSION,
@@ -277,9 +277,9 @@ class MemoryEventLog:
         if 1 <= event.seq <= len(entry.events):
             same = entry.events[event.seq - 1].epoch == event.epoch
             return AppendOutcome.DUPLICATE if same else AppendOutcome.FENCED
-        if entry.terminal_seq is not None:
+        if entry.terminal_seq is not None or event.seq < 1:
             return AppendOutcome.FENCED
         if event.seq != len(entry.events) + 1:
             return AppendOutcome.GAP
-        entry.events.append(event)
+        entry.events.append(event if event.logged else replace(event, logged=True))
         return AppendOutcome.APPENDED

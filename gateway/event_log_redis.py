@@ -6,17 +6,14 @@ in LogUnavailable. Must not know: generations, formats, HTTP.
 """
 
 import asyncio
-import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import orjson
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from gateway import event_log_lua as lua
 from gateway.event_log import (
@@ -33,12 +30,13 @@ from gateway.event_log import (
     ReplyUnknown,
     check_reply_id,
 )
+from gateway.event_log_connection import connect, run_script, unavailable
 from gateway.event_log_inbox import READER_SOCKET_TIMEOUT_S, Inbox
+from gateway.event_log_lua import events_key, gone_key, meta_key, watch_key
 from gateway.events import Event, EventKind, ReplyStatus
 
 PAGE = 512
 POLL_S = 1.0  # covers a lost wake hint
-TIMEOUT_S = 1.0
 
 _OUTCOMES = {
     ord("A"): AppendOutcome.APPENDED,
@@ -47,23 +45,7 @@ _OUTCOMES = {
     ord("F"): AppendOutcome.FENCED,
 }
 _STATE_FIELDS = ("status", "epoch", "last_seq", "terminal_seq", "cancel", "owner", "lease")
-_log = logging.getLogger(__name__)
-
-
-def events_key(reply_id: str) -> str:
-    return f"baton:{{{reply_id}}}:events"
-
-
-def meta_key(reply_id: str) -> str:
-    return f"baton:{{{reply_id}}}:meta"
-
-
-def watch_key(reply_id: str) -> str:
-    return f"baton:{{{reply_id}}}:watch"
-
-
-def gone_key(reply_id: str) -> str:
-    return f"baton:{{{reply_id}}}:gone"
+_META_FIELDS = frozenset(field.name for field in fields(ReplyMeta))
 
 
 class RedisEventLog:
@@ -80,17 +62,18 @@ class RedisEventLog:
         max_connections: int = 16,
         poll_s: float = POLL_S,
     ) -> None:
-        self._url = redis_url
         self._gateway_id = gateway_id
         self._mark_ms = int(2000 * lease_s)
         self._reply_ttl_ms = int(1000 * reply_ttl_s)
         self._safety_ttl_ms = int(1000 * safety_ttl_s)
         self._poll_s = poll_s
-        self._redis = self._client(max_connections, TIMEOUT_S)
+        self._redis = connect(redis_url, max_connections=max_connections)
         self._inbox = Inbox(
             gateway_id,
             writer=self._redis,
-            connect_reader=lambda: self._client(1, READER_SOCKET_TIMEOUT_S),
+            connect_reader=lambda: connect(
+                redis_url, max_connections=1, socket_timeout_s=READER_SOCKET_TIMEOUT_S
+            ),
         )
 
     async def start(self) -> None:
@@ -108,8 +91,9 @@ class RedisEventLog:
 
     async def healthy(self) -> bool:
         try:
-            return bool(await self._redis.ping())
-        except (RedisError, OSError):
+            with unavailable():
+                return bool(await self._redis.ping())
+        except LogUnavailable:
             return False
 
     async def create(self, meta: ReplyMeta) -> int:
@@ -159,24 +143,28 @@ class RedisEventLog:
                 if page:
                     cursor = page[-1].seq
                     yield page
+                    if page[-1].is_terminal:
+                        return
                 elif terminal_seq is not None:
                     return
                 else:
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(hinted.wait(), self._poll_s)
+                        async with asyncio.timeout(self._poll_s):
+                            await hinted.wait()
 
     async def meta(self, reply_id: str) -> ReplyMeta:
         check_reply_id(reply_id)
-        with _unavailable():
+        with unavailable():
             doc = await self._redis.hget(meta_key(reply_id), "doc")
         if doc is None:
             raise await self._absence(reply_id)
-        fields = orjson.loads(doc)
-        return ReplyMeta(**fields | {"prompt_token_ids": tuple(fields["prompt_token_ids"])})
+        stored = orjson.loads(doc)
+        known = {name: value for name, value in stored.items() if name in _META_FIELDS}  # a newer schema's
+        return ReplyMeta(**known | {"prompt_token_ids": tuple(stored["prompt_token_ids"])})
 
     async def state(self, reply_id: str) -> ReplyState:
         check_reply_id(reply_id)
-        with _unavailable():
+        with unavailable():
             values = await self._redis.hmget(meta_key(reply_id), _STATE_FIELDS)
         status, epoch, last_seq, terminal_seq, cancel, owner, lease = values
         if epoch is None:
@@ -223,7 +211,7 @@ class RedisEventLog:
 
     async def detach(self, reply_id: str) -> None:
         check_reply_id(reply_id)
-        with _unavailable():
+        with unavailable(), suppress(ReplyUnknown):
             await self._redis.hdel(watch_key(reply_id), self._gateway_id)
 
     async def is_attached(self, reply_id: str) -> bool:
@@ -237,25 +225,12 @@ class RedisEventLog:
         if owner == self._gateway_id.encode():
             self._inbox.cancels.put(reply_id)
         elif owner:
-            with _unavailable():
+            with unavailable():
                 await self._inbox.send_cancel(owner.decode(), reply_id)
 
     async def cancels(self) -> AsyncIterator[str]:
         while True:
             yield await self._inbox.cancels.get()
-
-    def _client(self, max_connections: int, socket_timeout_s: float) -> "Redis[bytes] | Any":
-        """No retries by redis-py: a second attempt would double every deadline."""
-        pool = BlockingConnectionPool.from_url(
-            self._url,
-            max_connections=max_connections,
-            timeout=TIMEOUT_S,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=TIMEOUT_S,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-        return Redis.from_pool(pool)
 
     def _founding(self, meta: ReplyMeta) -> list[Any]:
         check_reply_id(meta.reply_id)
@@ -263,22 +238,25 @@ class RedisEventLog:
         return [meta.schema, doc, self._gateway_id, uuid.uuid4().hex, self._safety_ttl_ms]
 
     async def _run(self, script: lua.Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        with _unavailable():
-            try:
-                return await self._redis.evalsha(script.sha, len(keys), *keys, *args)
-            except NoScriptError:  # a fresh or flushed server: EVAL runs the script and keeps it
-                return await self._redis.eval(script.source, len(keys), *keys, *args)
+        return await run_script(self._redis, script, keys, args)
 
     async def _page(self, reply_id: str, after: int, limit: int) -> tuple[list[Event], int | None]:
-        """Events after the cursor, and the terminal seq if the reply has ended."""
+        """Events after the cursor, and the terminal seq if the reply has ended.
+
+        Fewer than meta promises: the store has lost data, and the reply is unknown until its owner
+        has restored it.
+        """
         check_reply_id(reply_id)
+        after = max(after, 0)
         pipeline = self._redis.pipeline(transaction=True)  # or a terminal event could slip in between
-        pipeline.xrange(events_key(reply_id), min=f"{max(after, 0) + 1}-0", count=limit)
-        pipeline.hmget(meta_key(reply_id), "epoch", "terminal_seq")
-        with _unavailable():
-            entries, (epoch, terminal_seq) = await pipeline.execute()
-        if epoch is None:
+        pipeline.xrange(events_key(reply_id), min=f"{after + 1}-0", count=limit)
+        pipeline.hmget(meta_key(reply_id), "last_seq", "terminal_seq")
+        with unavailable():
+            entries, (last_seq, terminal_seq) = await pipeline.execute()
+        if last_seq is None:
             raise await self._absence(reply_id)
+        if len(entries) < min(limit, int(last_seq) - after):
+            raise ReplyUnknown(f"{reply_id}: events lost")
         page = [
             Event(
                 int(entry_id[:-2]),
@@ -291,7 +269,7 @@ class RedisEventLog:
         return page, int(terminal_seq) if terminal_seq is not None else None
 
     async def _absence(self, reply_id: str) -> ReplyUnknown | ReplyGone:
-        with _unavailable():
+        with unavailable():
             gone = await self._redis.exists(gone_key(reply_id))
         return ReplyGone(reply_id) if gone else ReplyUnknown(reply_id)
 
@@ -301,12 +279,3 @@ def _raise_absence(reply_id: str, answer: Any) -> None:
         raise ReplyUnknown(reply_id)
     if answer == -2:
         raise ReplyGone(reply_id)
-
-
-@contextmanager
-def _unavailable() -> Iterator[None]:
-    """Whatever keeps Redis from answering as asked (down, stalled, loading, full, read-only)."""
-    try:
-        yield
-    except (RedisError, OSError) as error:
-        raise LogUnavailable(f"redis: {error!r}") from error

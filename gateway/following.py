@@ -55,7 +55,9 @@ async def _verified(
     """`log.follow`, after a look at the event at the cursor; an empty page says that the log answered."""
     check = epoch is not None and after > 0
     if not check:
-        await log.state(reply_id)
+        state = await log.state(reply_id)
+        if after > state.last_seq:
+            raise CursorConflict(f"cursor {after} is ahead of the log")
         yield []
     async with aclosing(log.follow(reply_id, after - 1 if check else after)) as pages:
         async for page in pages:

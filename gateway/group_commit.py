@@ -36,7 +36,7 @@ class GroupCommit:
         probe_s: float,
     ) -> None:
         self.degraded = False
-        self.num_unlogged = 0  # events published while the log is down
+        self.num_unlogged = 0  # events published since the log last took any
         self._log = log
         self._clock = clock
         self._on_append = on_append
@@ -118,11 +118,12 @@ class GroupCommit:
         self._in_flight = True
         try:
             answers = await self._log.append(batch)
+            self.num_unlogged = 0
             appended = 0
             lost = []
-            for reply, results in zip(replies, answers, strict=True):
+            for reply, pending, results in zip(replies, batch, answers, strict=True):
                 appended += sum(result.outcome is AppendOutcome.APPENDED for result in results)
-                if self._settle(reply, results):
+                if self._settle(reply, pending, results):
                     lost.append(reply)
             if self._on_append is not None and appended:
                 self._on_append(appended, self._clock() - started)
@@ -135,9 +136,12 @@ class GroupCommit:
         finally:
             self._in_flight = False
 
-    def _settle(self, reply: OwnedReply, results: list[AppendResult]) -> bool:
+    def _settle(self, reply: OwnedReply, pending: PendingAppend, results: list[AppendResult]) -> bool:
         """Acts on the answers for one reply; True if its log has to be restored first."""
         if reply.fenced:
+            return False
+        if pending.events[0].seq != reply.num_logged + 1:  # restored meanwhile: this answer is outdated
+            self.submit(reply)
             return False
         num_logged = num_in_log([result.outcome for result in results])
         if num_logged:
@@ -172,12 +176,11 @@ class GroupCommit:
                 reply.request_stop("overflow")
 
     async def _wait_for_log(self) -> None:
-        while True:
-            if await self._log.healthy():
-                break
-            await asyncio.sleep(self._probe_s)
+        healthy = False
+        while not healthy:
+            await asyncio.sleep(self._probe_s)  # first: a store may answer and yet take no writes
+            healthy = await self._log.healthy()
         _log.info("event log is back")
         self.degraded = False
-        self.num_unlogged = 0
         self._on_recovered()
         self._wake.set()

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from gateway.event_log import AppendOutcome, CursorConflict, PendingAppend, ReplyMeta
+from gateway.event_log import AppendOutcome, CursorConflict, PendingAppend, ReplyMeta, ReplyState
 from gateway.events import Event, EventKind, ReplyStatus
 from gateway.signals import Pulse
 
@@ -83,6 +83,19 @@ class OwnedReply:
         if self.ended:
             return ReplyStatus.CANCELLED if self._cancelled else ReplyStatus.DONE
         return ReplyStatus.RUNNING if self._started else ReplyStatus.QUEUED
+
+    def state(self, gateway_id: str) -> ReplyState:
+        """As the log would tell it, from what is published."""
+        last = self.events[-1] if self.events else None
+        return ReplyState(
+            status=self.status_at(last) if last is not None else self.status,
+            epoch=self.epoch,
+            last_seq=last.seq if last is not None else 0,
+            terminal_seq=last.seq if last is not None and last.is_terminal else None,
+            cancel_requested=self.stop_reason == "cancelled",
+            owner_gateway=gateway_id,
+            lease_token="",  # nobody claims from oneself
+        )
 
     def emit(self, kind: EventKind, payload: dict[str, Any]) -> Event:
         """Queues the next event for the group commit. Raises ReplyClosed, and then wrote nothing."""

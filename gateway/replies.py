@@ -22,6 +22,7 @@ from gateway.event_log import (
     ReplyMeta,
     ReplyState,
     ReplyUnknown,
+    check_reply_id,
 )
 from gateway.events import Event
 from gateway.following import follow_from
@@ -83,7 +84,9 @@ class ReplyHub:
     async def close(self) -> None:
         """Commits what is pending (2 s at most), then ends this hub's tasks."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._commit.drain(), 2.0)
+            async with asyncio.timeout(2.0):
+                await self._commit.drain()
+                await self._attendance.all_left()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -94,6 +97,7 @@ class ReplyHub:
 
         Raises ReplyExists, InvalidReplyId. `arrived`: the request's monotonic stamp.
         """
+        check_reply_id(meta.reply_id)
         epoch, resumable = 1, not self.degraded
         if resumable:
             try:
@@ -137,16 +141,7 @@ class ReplyHub:
         reply = self._owned.get(reply_id)
         if reply is None or reply.fenced:
             return await self.log.state(reply_id)
-        last = reply.events[-1] if reply.events else None
-        return ReplyState(
-            status=reply.status_at(last) if last is not None else reply.status,
-            epoch=reply.epoch,
-            last_seq=last.seq if last is not None else 0,
-            terminal_seq=last.seq if last is not None and last.is_terminal else None,
-            cancel_requested=reply.stop_reason == "cancelled",
-            owner_gateway=self.gateway_id,
-            lease_token="",
-        )
+        return reply.state(self.gateway_id)
 
     def attach(self, reply_id: str) -> AbstractAsyncContextManager[None]:
         """Counts one local client of the reply for as long as the context is open."""
@@ -258,6 +253,8 @@ class ReplyHub:
         except ReplyUnknown:
             lost = True
         else:
+            if state.epoch == reply.epoch:  # restored meanwhile
+                return
             lost = state.epoch < reply.epoch
         if lost:
             await self._commit.restore(reply)
@@ -284,7 +281,7 @@ class ReplyHub:
             if reply is not None:
                 for kind, payload in cancelled_ending(reply.meta, reply.events):
                     reply.emit(kind, payload)
-        except (ReplyUnknown, ReplyGone, LogUnavailable) as error:
+        except (ReplyClosed, ReplyUnknown, ReplyGone, LogUnavailable) as error:
             _log.warning("cancelled reply %s could not be ended: %r", reply_id, error)
         finally:
             self._orphans.discard(reply_id)
