@@ -211,7 +211,7 @@ class RedisEventLog:
 
     async def detach(self, reply_id: str) -> None:
         check_reply_id(reply_id)
-        with unavailable(), suppress(ReplyUnknown):
+        with suppress(ReplyUnknown), unavailable():
             await self._redis.hdel(watch_key(reply_id), self._gateway_id)
 
     async def is_attached(self, reply_id: str) -> bool:
