@@ -104,6 +104,11 @@ class Generations:
         finally:
             self._num_starting -= 1
 
+    async def idle(self, *, timeout_s: float) -> None:
+        """Waits until nothing is generated any more, or the time is over."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
     async def close(self) -> None:
         """Ends what is still being generated, with an error event each."""
         await asyncio.sleep(0)  # a task that has not begun would be cancelled without its clean-up

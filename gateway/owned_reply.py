@@ -49,6 +49,7 @@ class OwnedReply:
         self.stop_reason: StopReason | None = None
         self.first_delta_emitted_at: float | None = None
         self.first_delta_committed_at: float | None = None
+        self.first_text_sent_at: float | None = None  # handed to the first client's socket
         self.events: list[Event] = list(events)
         self.num_logged = len(self.events)
         self.num_readers = 0

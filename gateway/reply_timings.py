@@ -51,7 +51,7 @@ class ReplyTimings:
         reply, committed_at = self._reply, self._reply.first_delta_committed_at
         if self._sent_at is None or committed_at is None:
             return None
-        shown_at: float | None = getattr(reply, "first_text_sent_at", None)
+        shown_at = reply.first_text_sent_at
         seen_at = max(shown_at, committed_at) if shown_at is not None else committed_at
         return TtftStages.from_parts(
             (seen_at - reply.arrived) * _MS,

@@ -62,6 +62,7 @@ class GatewaySettings(BaseSettings):
     drain_s: float = Field(25.0, ge=0)
 
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024)
+    max_consumers: int = Field(64, ge=1)  # streams of one reply at this gateway; above it: 429
     max_replies: int = Field(4096, ge=1)  # being generated at once; above it: 429
 
     @field_validator("listen")
