@@ -15,6 +15,7 @@ from cli.run_folder import SUPERVISOR, Entry, RunFolder
 
 _PROBE_EVERY_S = 0.1
 _LOG_TAIL_LINES = 20
+_LOG_LINE_CHARACTERS = 600  # a traceback in one JSON line would fill the screen
 _DRAIN_MARGIN_S = 5.0
 
 # Gateways end their streams while workers still generate, and write to a log that is still there.
@@ -83,7 +84,7 @@ def log_tail(entry: Entry) -> str:
         lines = entry.log.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return ""
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
+    return "\n".join(line[:_LOG_LINE_CHARACTERS] for line in lines[-_LOG_TAIL_LINES:])
 
 
 def running(run: RunFolder) -> list[Entry]:
