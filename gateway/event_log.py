@@ -115,6 +115,18 @@ def check_reply_id(reply_id: str) -> None:
         raise InvalidReplyId(f"not a reply ID: {reply_id[:80]!r}")
 
 
+def continuing(last: Event | None, page: list[Event]) -> list[Event]:
+    """A follower's page, read from its last event on, without that event. Raises CursorConflict.
+
+    An empty page is a log that has not been filled again yet.
+    """
+    if last is None or not page:
+        return page
+    if page[0] != last:
+        raise CursorConflict(f"event {last.seq} is not what it was")
+    return page[1:]
+
+
 class EventLog(Protocol):
     """Where replies live. All methods may raise LogUnavailable."""
 
@@ -158,7 +170,8 @@ class EventLog(Protocol):
     def follow(self, reply_id: str, after: int) -> AsyncGenerator[list[Event], None]:
         """Pages from the cursor, then what is appended, until the terminal event.
 
-        For replies owned elsewhere; needs no connection of its own. Raises ReplyUnknown, ReplyGone.
+        For replies owned elsewhere; needs no connection of its own. Raises ReplyUnknown, ReplyGone, and
+        CursorConflict where the last event it gave has become another one (the store lost its data).
         """
         ...
 

@@ -23,6 +23,7 @@ from gateway.event_log import (
     ReplyState,
     ReplyUnknown,
     check_reply_id,
+    continuing,
 )
 from gateway.events import Event, ReplyStatus
 from gateway.signals import IdQueue, Pulse
@@ -157,13 +158,14 @@ class MemoryEventLog:
         return self._store.get(reply_id).events[after : after + limit]
 
     async def follow(self, reply_id: str, after: int) -> AsyncGenerator[list[Event], None]:
-        cursor = max(after, 0)
+        last: Event | None = None
         while True:
             entry = self._store.get(reply_id)
             grown = entry.grown.next()
-            page = entry.events[cursor : cursor + 512]
+            start = last.seq - 1 if last else max(after, 0)
+            page = continuing(last, entry.events[start : start + 512])
             if page:
-                cursor = page[-1].seq
+                last = page[-1]
                 yield page
             elif entry.terminal_seq is not None:
                 return

@@ -29,6 +29,7 @@ from gateway.event_log import (
     ReplyState,
     ReplyUnknown,
     check_reply_id,
+    continuing,
 )
 from gateway.event_log_connection import connect, run_script, unavailable
 from gateway.event_log_inbox import READER_SOCKET_TIMEOUT_S, Inbox
@@ -134,14 +135,15 @@ class RedisEventLog:
         return page
 
     async def follow(self, reply_id: str, after: int) -> AsyncGenerator[list[Event], None]:
-        cursor = after
+        last: Event | None = None
         check_reply_id(reply_id)
         with self._inbox.listening(reply_id) as pulse:
             while True:
                 hinted = pulse.next()
-                page, terminal_seq = await self._page(reply_id, cursor, PAGE)
+                page, terminal_seq = await self._page(reply_id, last.seq - 1 if last else after, PAGE)
+                page = continuing(last, page)
                 if page:
-                    cursor = page[-1].seq
+                    last = page[-1]
                     yield page
                     if page[-1].is_terminal:
                         return

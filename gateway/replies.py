@@ -8,7 +8,7 @@ attached for the whole grace period. Must not know: HTTP, SSE, formats, workers.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any
 
@@ -220,7 +220,7 @@ class ReplyHub:
         *,
         arrived: float,
         resumable: bool,
-        events: tuple[Event, ...] | list[Event],
+        events: Sequence[Event],
     ) -> OwnedReply:
         reply = OwnedReply(
             meta,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.event_log import (
     SCHEMA_VERSION,
     AppendResult,
+    CursorConflict,
     EventLog,
     InvalidReplyId,
     ReplyExists,
@@ -278,6 +279,28 @@ async def test_following_what_is_lost_or_expired_ends_in_an_error(home: LogHome)
     await eventually(lambda: _is_gone(log, meta.reply_id))
     with pytest.raises(ReplyGone):
         await collected(log, meta.reply_id)
+
+
+async def test_a_follower_is_never_given_another_history(home: LogHome, log: EventLog) -> None:
+    """Same reply, data lost and written anew by somebody else between two looks of the follower."""
+    meta = new_meta()
+    await log.create(meta)
+    await append(log, meta.reply_id, *deltas(1, 2))
+    async with (
+        aclosing(log.follow(meta.reply_id, 0)) as same,
+        aclosing(log.follow(meta.reply_id, 0)) as other,
+    ):
+        for pages in (same, other):
+            assert await anext(pages) == list(deltas(1, 2))
+        home.lose_data()
+        await log.restore(meta, 1)
+        await append(log, meta.reply_id, *deltas(1, 3))
+        assert await anext(same) == [delta(3)]
+        home.lose_data()
+        await log.restore(meta, 2)
+        await append(log, meta.reply_id, *deltas(1, 4, epoch=2), epoch=2)
+        with pytest.raises(CursorConflict):
+            await anext(other)
 
 
 # owning
