@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 
 from gateway.event_log import EventLog, LogUnavailable
 
+FIRST_CLIENT_S = 1.0  # a shorter grace does not count until the first client had this long to come
+
 _log = logging.getLogger(__name__)
 
 
@@ -29,7 +31,12 @@ class Attendance:
 
     def watch(self, reply_id: str) -> None:
         """A reply is owned here from now on; its grace starts before its first client comes."""
-        self._alone_since[reply_id] = None if self._num_clients[reply_id] else self._clock()
+        begins = self._clock() + max(0.0, FIRST_CLIENT_S - self._grace_s)
+        self._alone_since[reply_id] = None if self._num_clients[reply_id] else begins
+
+    def restart_grace(self) -> None:
+        """Marks could not be renewed or read for a while: every grace period starts anew."""
+        self._alone_since = dict.fromkeys(self._alone_since)
 
     def unwatch(self, reply_id: str) -> None:
         self._alone_since.pop(reply_id, None)

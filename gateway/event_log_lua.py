@@ -84,7 +84,8 @@ APPEND = Script(
     _NOW
     + """
 local function full(reason)
-  return string.find(reason, '^OOM') or string.find(reason, '^READONLY') or string.find(reason, '^MISCONF')
+  local code = string.match(reason, '^%u+')
+  return code == 'OOM' or code == 'READONLY' or code == 'MISCONF' or code == 'NOREPLICAS'
 end
 
 local function append(k, first, epoch, status, count)

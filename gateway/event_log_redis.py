@@ -255,10 +255,8 @@ class RedisEventLog:
         pipeline.hmget(meta_key(reply_id), "last_seq", "terminal_seq")
         with unavailable():
             entries, (last_seq, terminal_seq) = await pipeline.execute()
-        if last_seq is None:
+        if last_seq is None or len(entries) < min(limit, int(last_seq) - after):
             raise await self._absence(reply_id)
-        if len(entries) < min(limit, int(last_seq) - after):
-            raise ReplyUnknown(f"{reply_id}: events lost")
         page = [
             Event(
                 int(entry_id[:-2]),

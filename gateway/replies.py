@@ -8,8 +8,9 @@ attached for the whole grace period. Must not know: HTTP, SSE, formats, workers.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from functools import partial
 from typing import Any
 
 from gateway.attendance import Attendance
@@ -67,6 +68,7 @@ class ReplyHub:
             max_unlogged_events=max_unlogged_events,
             probe_s=min(0.25, lease_s / 4),
         )
+        self._new_reply = partial(OwnedReply, submit=self._commit.submit, clock=clock)
         self._attendance = Attendance(log, grace_s=resume_grace_s, clock=clock)
         self._attendance_s = max(0.02, min(1.0, resume_grace_s / 4))
 
@@ -105,7 +107,7 @@ class ReplyHub:
             except LogUnavailable:
                 self._commit.note_down()
                 resumable = False
-        return self._own(meta, epoch, arrived=arrived, resumable=resumable, events=())
+        return self._own(self._new_reply(meta, epoch, arrived=arrived, resumable=resumable))
 
     async def adopt(self, reply_id: str, lease_token: str) -> OwnedReply | None:
         """Claims a reply whose lease has lapsed (see leases.py), with all its events; None if lost.
@@ -121,7 +123,8 @@ class ReplyHub:
         events: list[Event] = []
         while page := await self.log.read(reply_id, len(events)):
             events.extend(page)
-        return self._own(meta, epoch, arrived=self._clock(), resumable=True, events=events)
+        arrived = self._clock()
+        return self._own(self._new_reply(meta, epoch, arrived=arrived, resumable=True, events=events))
 
     async def take_over(self, reply_id: str) -> OwnedReply | None:
         """Waits until the owner's lease has lapsed, then adopts; None if the owner lives or it ended."""
@@ -208,31 +211,17 @@ class ReplyHub:
 
     async def check_attendance(self) -> None:
         """Stops replies that nobody has been attached to for the grace period."""
+        if self.degraded:
+            self._attendance.restart_grace()
+            return
         live = [r for r in self._owned.values() if not r.ended and r.meta.on_disconnect != "continue"]
         for reply in live:
             if await self._attendance.is_abandoned(reply.meta.reply_id):
                 reply.request_stop("abandoned")
 
-    def _own(
-        self,
-        meta: ReplyMeta,
-        epoch: int,
-        *,
-        arrived: float,
-        resumable: bool,
-        events: Sequence[Event],
-    ) -> OwnedReply:
-        reply = OwnedReply(
-            meta,
-            epoch,
-            arrived=arrived,
-            resumable=resumable,
-            submit=self._commit.submit,
-            clock=self._clock,
-            events=events,
-        )
-        self._owned[meta.reply_id] = reply
-        self._attendance.watch(meta.reply_id)
+    def _own(self, reply: OwnedReply) -> OwnedReply:
+        self._owned[reply.meta.reply_id] = reply
+        self._attendance.watch(reply.meta.reply_id)
         return reply
 
     def _retire(self, reply: OwnedReply) -> None:

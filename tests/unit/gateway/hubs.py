@@ -35,6 +35,7 @@ class SteeredLog:
         self.gate = asyncio.Event()
         self.gate.set()
         self.num_waiting = 0
+        self.num_refused = 0
         self.batches: list[Sequence[PendingAppend]] = []
         self._log = log
 
@@ -67,6 +68,7 @@ class SteeredLog:
 
         async def call(*args: Any) -> Any:
             if self.down:
+                self.num_refused += 1
                 raise LogUnavailable("told to be down")
             return await member(*args)
 

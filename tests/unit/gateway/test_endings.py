@@ -1,6 +1,7 @@
 """An ending completes any prefix of a reply's log to the shape that formats rely on."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ META = new_meta(prompt_token_ids=(1, 2, 3), created=7)
 def undisturbed(num_choices: int) -> list[Event]:
     """A whole reply: the choices in step, then usage and done."""
     created = {"created": 7, "model": "m", "num_prompt_tokens": 3, "num_choices": num_choices}
-    emissions: list[tuple[EventKind, dict[str, object]]] = [
+    emissions: list[tuple[EventKind, dict[str, Any]]] = [
         (EventKind.CREATED, created),
         (EventKind.IN_PROGRESS, {}),
     ]
