@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import structlog
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.event_log import EventLogError
 from gateway.events import Event, EventKind
@@ -106,7 +106,7 @@ class EventStream:
 
     async def _write(self, send: Send) -> None:
         headers = [(name.encode(), value.encode("latin-1")) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         pages = aiter(self._pages)
         next_page = asyncio.ensure_future(anext(pages, None))
         keepalive = KEEPALIVES.get(self._settings.keepalive_mode or self._format.keepalive_mode)
@@ -116,7 +116,7 @@ class EventStream:
                 timeout_s = max(0.0, due - self._clock()) if keepalive else None
                 done, _ = await asyncio.wait({next_page}, timeout=timeout_s)
                 if keepalive and self._clock() >= due:
-                    await self._send(send, keepalive)
+                    await self._send(send, _part(keepalive))
                     due = self._clock() + self._settings.keepalive_s
                 if not done:
                     continue
@@ -137,19 +137,19 @@ class EventStream:
         for event in page:
             frame = encode_event(self._reply_id, event, self._format)
             if frame is not None:
-                await self._send(send, frame)
+                await self._send(send, _part(frame))
             if event.kind is EventKind.DELTA and not self._first_text_sent:
                 self._note_first_text()
             if event.is_terminal:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
                 return True
         return False
 
-    async def _send(self, send: Send, body: bytes) -> None:
-        """Raises StreamAborted if the socket accepts nothing for too long."""
+    async def _send(self, send: Send, message: Message) -> None:
+        """Raises StreamAborted if the socket accepts nothing for too long, the end of the body included."""
         try:
             async with asyncio.timeout(self._settings.slow_client_s):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send(message)
         except TimeoutError:
             self._metrics.slow_client()
             raise StreamAborted("the client reads too slowly") from None
@@ -159,6 +159,10 @@ class EventStream:
         reply = self._hub.owned(self._reply_id)
         if reply is not None and reply.first_text_sent_at is None:
             reply.first_text_sent_at = self._clock()
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 async def _disconnected(receive: Receive) -> None:

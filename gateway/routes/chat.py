@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.chat_spec import make_spec
 from gateway.context import Gateway, gateway_of
-from gateway.errors import SHAPES, from_log
+from gateway.errors import SHAPES, Unavailable, from_log
 from gateway.event_log import EventLogError
-from gateway.event_stream import EventStream
+from gateway.event_stream import HEADERS, EventStream
 from gateway.formats.chat import ChatFold, ChatFormat, error_json
 from gateway.owned_reply import OwnedReply
 from gateway.requests import ChatRequest, parse_chat_request, read_body
@@ -37,12 +37,16 @@ async def chat_completions(request: Request) -> Response | EventStream:
     event_id = request.headers.get("last-event-id")
     if event_id is not None:
         cursor = parse_cursor(event_id, "Last-Event-ID")
-        return await resume(gateway, request, ROUTE, cursor, "chat", at_end=None)
+        empty_stream = Response(headers={**HEADERS, "location": f"/v1/streams/{cursor.reply_id}"})
+        return await resume(gateway, request, ROUTE, cursor, "chat", at_end=empty_stream)
     span = start_server_span(gateway.telemetry.tracer, request, ROUTE)
     with ends_on_error(span):
         owner = gateway.api_keys.owner(request.headers)
         chat = parse_chat_request(await read_body(request, gateway.settings.max_body_bytes))
         reply = await _while_connected(request, _start(gateway, chat, owner, arrived))
+        if await request.is_disconnected():  # it left in the moment of the admission
+            await gateway.hub.cancel(reply.meta.reply_id)
+            raise ClientDisconnect
         if not chat.stream:
             response = await _buffered(gateway, request, reply)
             end_span(span, response.status_code)
@@ -56,6 +60,10 @@ async def chat_completions(request: Request) -> Response | EventStream:
 
 
 async def _start(gateway: Gateway, chat: ChatRequest, owner: str, arrived: float) -> OwnedReply:
+    log_down = Unavailable("The event log is down, and this gateway takes no requests without it.")
+    require_log = gateway.settings.require_log
+    if require_log and gateway.hub.degraded:
+        raise log_down
     spec = await make_spec(
         chat,
         model=gateway.model,
@@ -63,7 +71,11 @@ async def _start(gateway: Gateway, chat: ChatRequest, owner: str, arrived: float
         owner_hash=owner,
         request_timeout_s=gateway.settings.request_timeout_s,
     )
-    return await gateway.generations.start(spec, arrived=arrived)
+    reply = await gateway.generations.start(spec, arrived=arrived)
+    if require_log and not reply.resumable:  # the one that found out
+        await gateway.hub.cancel(reply.meta.reply_id)
+        raise log_down
+    return reply
 
 
 async def _buffered(gateway: Gateway, request: Request, reply: OwnedReply) -> Response:

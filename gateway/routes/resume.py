@@ -26,13 +26,13 @@ async def find_reply(gateway: Gateway, reply_id: str, caller: str) -> ReplyMeta:
 
 
 async def resume(
-    gateway: Gateway, request: Request, route: str, cursor: Cursor, format_name: str, at_end: Response | None
+    gateway: Gateway, request: Request, route: str, cursor: Cursor, format_name: str, at_end: Response
 ) -> Response | EventStream:
     """The stream after the cursor.
 
     Args:
         format_name: empty for the format that the reply was created in.
-        at_end: what to answer if nothing comes after the cursor; None: an empty stream.
+        at_end: what to answer if nothing comes after the cursor.
     """
     outcome = "error"
     try:
@@ -41,7 +41,7 @@ async def resume(
         span = start_server_span(gateway.telemetry.tracer, request, route, linked_to=meta.traceparent)
         with ends_on_error(span):
             finished = await _check(gateway, cursor)
-            if finished and at_end is not None:
+            if finished:
                 end_span(span, at_end.status_code)
                 outcome = "nothing_left"
                 return at_end

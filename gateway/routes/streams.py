@@ -59,7 +59,7 @@ async def read_state(request: Request) -> Response:
             "status": state.status.value,
             "text": choice["message"]["content"] if choice else "",
             "finish_reason": choice.get("baton_finish_reason") or choice.get("finish_reason"),
-            "usage": body["usage"],
+            "usage": body["usage"] or None,
             "timings": done.get("timings", {}),
             "first_seq": min(1, state.last_seq),
             "last_seq": state.last_seq,
