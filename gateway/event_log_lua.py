@@ -72,9 +72,9 @@ redis.call('PEXPIRE', KEYS[2], ARGV[5])
 return 1
 """)
 
-# KEYS per reply: events, meta, watch, gone.
-# ARGV: gateway, reply TTL ms, tombstone ms, safety TTL ms; then per reply: epoch, status, number of
-# events, and per event: seq, epoch, kind, is terminal (0/1), payload.
+# KEYS per reply: meta (its other keys, in the same slot, are derived: packing arguments is what an
+# append costs its client). ARGV: gateway, reply TTL ms, tombstone ms, safety TTL ms, and one JSON array,
+# per reply [epoch, status, events], per event [seq, epoch, kind, is terminal, payload as JSON text].
 # Answer per reply: outcomes as letters (A appended, D duplicate, G gap, F fenced), the next seq the
 # log takes, and the other gateways with a live mark.
 # XADD into an empty stream takes any ID, so lost data is recognised here: the stream must be exactly
@@ -88,49 +88,48 @@ local function full(reason)
   return code == 'OOM' or code == 'READONLY' or code == 'MISCONF' or code == 'NOREPLICAS'
 end
 
-local function append(k, first, epoch, status, count)
-  local m = redis.call('HMGET', KEYS[k + 1], 'epoch', 'last_seq', 'terminal_seq')
+local function append(meta_key, epoch, status, events)
+  local base = string.sub(meta_key, 1, -5)
+  local events_key, gone_key = base .. 'events', base .. 'gone'
+  local m = redis.call('HMGET', meta_key, 'epoch', 'last_seq', 'terminal_seq')
   if not m[1] then
-    local code = redis.call('EXISTS', KEYS[k + 3]) == 1 and 'F' or 'G'
-    return {string.rep(code, count), 1}
+    local code = redis.call('EXISTS', gone_key) == 1 and 'F' or 'G'
+    return {string.rep(code, #events), 1}
   end
   local stored, last, terminal = tonumber(m[1]), tonumber(m[2]), m[3]
-  if epoch < stored then return {string.rep('F', count), last + 1} end
-  if redis.call('XLEN', KEYS[k]) ~= last then return {string.rep('G', count), 1} end
-  if epoch > stored then redis.call('HSET', KEYS[k + 1], 'epoch', epoch, 'owner', ARGV[1]) end
+  if epoch < stored then return {string.rep('F', #events), last + 1} end
+  if redis.call('XLEN', events_key) ~= last then return {string.rep('G', #events), 1} end
+  if epoch > stored then redis.call('HSET', meta_key, 'epoch', epoch, 'owner', ARGV[1]) end
   local codes, before = {}, last
-  for i = 1, count do
-    local a = first + (i - 1) * 5
-    local seq, code = tonumber(ARGV[a]), nil
+  for i, event in ipairs(events) do
+    local seq, id, code = event[1], event[1] .. '-0', nil
     if seq < 1 then
       code = 'F'
     elseif seq <= last then
-      local id = ARGV[a] .. '-0'
-      local held = redis.call('XRANGE', KEYS[k], id, id)[1]
-      code = held and held[2][4] == ARGV[a + 1] and 'D' or 'F'
+      local held = redis.call('XRANGE', events_key, id, id)[1]
+      code = held and tonumber(held[2][4]) == event[2] and 'D' or 'F'
     elseif terminal then
       code = 'F'
     elseif seq > last + 1 then
       code = 'G'
     else
-      redis.call('XADD', KEYS[k], ARGV[a] .. '-0', 'kind', ARGV[a + 2],
-        'epoch', ARGV[a + 1], 'payload', ARGV[a + 4])
+      redis.call('XADD', events_key, id, 'kind', event[3], 'epoch', event[2], 'payload', event[5])
       code, last = 'A', seq
-      if ARGV[a + 3] == '1' then terminal = seq end
+      if event[4] then terminal = seq end
     end
     codes[i] = code
   end
   local answer = {table.concat(codes), last + 1}
   if last == before then return answer end
-  redis.call('HSET', KEYS[k + 1], 'last_seq', last, 'status', status)
-  if before == 0 then redis.call('PEXPIRE', KEYS[k], ARGV[4]) end
+  redis.call('HSET', meta_key, 'last_seq', last, 'status', status)
+  if before == 0 then redis.call('PEXPIRE', events_key, ARGV[4]) end
   if terminal then
-    redis.call('HSET', KEYS[k + 1], 'terminal_seq', terminal)
-    redis.call('PEXPIRE', KEYS[k], ARGV[2])
-    redis.call('PEXPIRE', KEYS[k + 1], ARGV[2])
-    redis.call('SET', KEYS[k + 3], '1', 'PX', ARGV[3])
+    redis.call('HSET', meta_key, 'terminal_seq', terminal)
+    redis.call('PEXPIRE', events_key, ARGV[2])
+    redis.call('PEXPIRE', meta_key, ARGV[2])
+    redis.call('SET', gone_key, '1', 'PX', ARGV[3])
   end
-  local marks = redis.pcall('HGETALL', KEYS[k + 2])
+  local marks = redis.pcall('HGETALL', base .. 'watch')
   if #marks > 0 then
     local now = now_ms()
     for i = 1, #marks, 2 do
@@ -140,17 +139,15 @@ local function append(k, first, epoch, status, count)
   return answer
 end
 
-local answers, a = {}, 5
-for k = 1, #KEYS, 4 do
-  local count = tonumber(ARGV[a + 2])
-  local ok, answer = pcall(append, k, a + 3, tonumber(ARGV[a]), ARGV[a + 1], count)
+local answers = {}
+for k, pending in ipairs(cjson.decode(ARGV[5])) do
+  local ok, answer = pcall(append, KEYS[k], pending[1], pending[2], pending[3])
   if not ok then
     local reason = type(answer) == 'table' and answer.err or tostring(answer)
     if full(reason) then return redis.error_reply(reason) end
-    answer = {string.rep('G', count), 1}
+    answer = {string.rep('G', #pending[3]), 1}
   end
-  answers[#answers + 1] = answer
-  a = a + 3 + count * 5
+  answers[k] = answer
 end
 return answers
 """

@@ -110,19 +110,14 @@ class RedisEventLog:
 
     async def append(self, batch: Sequence[PendingAppend]) -> list[list[AppendResult]]:
         """One EVALSHA for the whole batch. (Redis Cluster: one per slot; see event_log_lua.py.)"""
-        keys: list[str] = []
-        tombstone_ms = self._reply_ttl_ms + int(1000 * TOMBSTONE_S)
-        args: list[Any] = [self._gateway_id, self._reply_ttl_ms, tombstone_ms, self._safety_ttl_ms]
-        for pending in batch:
-            reply_id = pending.reply_id
-            check_reply_id(reply_id)
-            keys += (events_key(reply_id), meta_key(reply_id), watch_key(reply_id), gone_key(reply_id))
-            args += (pending.epoch, pending.status.value, len(pending.events))
-            for event in pending.events:
-                args += (event.seq, event.epoch, event.kind.value, int(event.is_terminal))
-                args.append(orjson.dumps(event.payload))
         if not batch:
             return []
+        for pending in batch:
+            check_reply_id(pending.reply_id)
+        keys = [meta_key(pending.reply_id) for pending in batch]
+        tombstone_ms = self._reply_ttl_ms + int(1000 * TOMBSTONE_S)
+        packed = orjson.dumps([_packed(pending) for pending in batch])
+        args = [self._gateway_id, self._reply_ttl_ms, tombstone_ms, self._safety_ttl_ms, packed]
         results = []
         answers = await self._run(lua.APPEND, keys, args)
         for pending, (codes, expected_seq, *gateways) in zip(batch, answers, strict=True):
@@ -272,6 +267,14 @@ class RedisEventLog:
         with unavailable():
             gone = await self._redis.exists(gone_key(reply_id))
         return ReplyGone(reply_id) if gone else ReplyUnknown(reply_id)
+
+
+def _packed(pending: PendingAppend) -> list[Any]:
+    events = [
+        [event.seq, event.epoch, event.kind, event.is_terminal, orjson.dumps(event.payload).decode()]
+        for event in pending.events
+    ]
+    return [pending.epoch, pending.status, events]
 
 
 def _raise_absence(reply_id: str, answer: Any) -> None:
