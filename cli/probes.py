@@ -19,6 +19,7 @@ class Answer:
     ready: bool
     detail: str = ""  # why it is not ready, in a few words
     draining: bool | None = None
+    num_unseen: int = 0  # workers that a gateway should know and has not met
     running: int | None = None
     waiting: int | None = None
     blocks_used: int | None = None
@@ -63,7 +64,13 @@ def _probe_gateway(address: str, timeout: float) -> Answer:
         if response.status == 200
         else f"/readyz {response.status}: {body.decode(errors='replace')}",
         draining=said.get("status") == "draining" or bool(said.get("draining")),
+        num_unseen=_num_unseen(said.get("workers")),
     )
+
+
+def _num_unseen(workers: object) -> int:
+    counts = workers.values() if isinstance(workers, dict) else ()
+    return sum(count["configured"] - count["up"] for count in counts)
 
 
 def _probe_worker(role: str, address: str, timeout: float) -> Answer:

@@ -67,7 +67,8 @@ def _wait_ready(entries: list[Entry], timeout_s: float, progress: Progress) -> N
                 raise StartFailed(f"{entry.name} died before it was ready ({entry.log})", log_tail(entry))
         for entry in list(waiting):
             answers[entry.name] = probe(entry.role, entry.address)
-            if answers[entry.name].ready:
+            # A gateway could begin with some of its workers; what `up` promises is all of them.
+            if answers[entry.name].ready and not answers[entry.name].num_unseen:
                 waiting.remove(entry)
                 progress(entry.name, "ready")
         if waiting and time.monotonic() >= deadline:

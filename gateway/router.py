@@ -87,8 +87,16 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would find a decode worker now."""
-        return any(self._is_usable(watch) for watch in self._decode)
+        """Whether a request would find a decode worker now, and somebody to run its prompt."""
+        return any(self._is_usable(watch) and self._has_prefill_for(watch) for watch in self._decode)
+
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By role: how many workers are configured, and how many of them take work now."""
+        return {
+            role: {"configured": len(watches), "up": sum(self._is_usable(watch) for watch in watches)}
+            for role, watches in (("decode", self._decode), ("prefill", self._prefill))
+        }
 
     def route(self, prompt_token_ids: Sequence[int], *, exclude: Collection[str] = ()) -> Route:
         """Picks, and counts the pick as load. Raises Unavailable.
@@ -100,6 +108,9 @@ class Router:
         decode = self._ranked([w for w in self._decode if w.address not in exclude], num_tokens)
         if not decode:
             raise Unavailable("no decode worker is available now", code="decode_unavailable")
+        decode = [watch for watch in decode if self._has_prefill_for(watch)]
+        if not decode:
+            raise Unavailable("no prefill worker is available now", code="prefill_unavailable")
         prefill = self._ranked(self._prefill, num_tokens)
         for watch in (decode[0], *prefill[:1]):
             watch.note_sent()
@@ -132,6 +143,9 @@ class Router:
 
     def _is_usable(self, watch: WorkerWatch) -> bool:
         return watch.takes_work and self._model is not None and watch.fingerprint == self._model.fingerprint
+
+    def _has_prefill_for(self, decode: WorkerWatch) -> bool:
+        return decode.runs_prompts or any(self._is_usable(watch) for watch in self._prefill)
 
     def _changed(self) -> None:
         self._choose_model()

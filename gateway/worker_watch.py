@@ -72,6 +72,11 @@ class WorkerWatch:
     def fingerprint(self) -> str | None:
         return self.info.identity.fingerprint if self.is_up and self.info is not None else None
 
+    @property
+    def runs_prompts(self) -> bool:
+        """Whether it can do without a prefill worker."""
+        return self.info is not None and self.info.runs_prompts
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._watch())
 

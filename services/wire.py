@@ -102,7 +102,7 @@ def identity_from_proto(message: common_pb2.ModelIdentity) -> ModelIdentity:
 
 
 def info_to_proto(
-    info: EngineInfo, role: "common_pb2.Role.ValueType", instance: str
+    info: EngineInfo, role: "common_pb2.Role.ValueType", instance: str, *, runs_prompts: bool
 ) -> common_pb2.WorkerInfo:
     return common_pb2.WorkerInfo(
         role=role,
@@ -113,6 +113,7 @@ def info_to_proto(
         max_num_seqs=info.max_num_seqs,
         max_queue_len=info.max_queue_len,
         instance=instance,
+        runs_prompts=runs_prompts,
     )
 
 

@@ -21,7 +21,7 @@ from services.engine.factory import create_engine
 from services.engine.interface import Engine
 from services.rpc.interceptors import TracingServerInterceptor
 from services.rpc.server import Lifecycle, RpcServer
-from services.settings import WorkerSettings
+from services.settings import LocalPrefill, WorkerSettings
 from services.wire import info_to_proto
 
 log = structlog.get_logger()
@@ -52,7 +52,10 @@ class Worker:
 
     def info(self) -> common_pb2.WorkerInfo:
         """Fixed facts about this worker."""
-        return info_to_proto(self.engine.info, self.role, self.instance)
+        runs_prompts = (
+            self.role == common_pb2.ROLE_PREFILL or self.settings.local_prefill is not LocalPrefill.NEVER
+        )
+        return info_to_proto(self.engine.info, self.role, self.instance, runs_prompts=runs_prompts)
 
     def load(self) -> common_pb2.Load:
         """A snapshot of the engine's load and the worker's state."""

@@ -177,6 +177,7 @@ class FakeWorker:
             max_num_seqs=8,
             max_queue_len=8,
             instance=f"instance-{self._num_starts}",
+            runs_prompts=True,
         )
         self.servicer = FakeDecode(info, self.script)
         self.servicer.requests = self.requests

@@ -27,7 +27,8 @@ async def readyz(request: Request) -> Response:
         status, code = "log_down", 503
     else:
         status, code = ("degraded" if degraded else "ok"), 200
-    return JSONResponse({"status": status, "draining": gateway.draining}, code)
+    counts = gateway.router.counts
+    return JSONResponse({"status": status, "draining": gateway.draining, "workers": counts}, code)
 
 
 async def metrics(request: Request) -> Response:

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from cli.processes import start_ticks
 from tests.e2e.sse_client import stream_chat
 from tests.e2e.stack import Stack, running_stack
 from tests.waiting import eventually_sync
@@ -106,5 +107,5 @@ def test_down_ends_every_process_and_says_nothing_twice(tmp_path: Path) -> None:
         pids = [row["pid"] for row in stack.status()]
         assert len(pids) >= 4
         stack.baton("down")
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert not [pid for pid in pids if start_ticks(pid) is not None]
         assert stack.baton("down", check=False).returncode == 0
