@@ -142,6 +142,10 @@ class ScriptedRouter:
     model: ServedModel | None = MODEL
     is_ready: bool = True
 
+    @property
+    def counts(self) -> dict[str, dict[str, int]]:
+        return {"decode": {"configured": 1, "up": int(self.is_ready)}}
+
 
 class WordTokenizer:
     """A token for each word."""
