@@ -24,16 +24,18 @@ class ManualClock:
 
 
 class SteeredLog:
-    """An event log behind a switch (`down`), a gate (appends wait while it is shut) and a refusal.
+    """An event log behind a switch (`down`) and gates: calls wait while theirs is shut.
 
+    `gate`: before an append; `answers`: after it; `detaching`: before a detach.
     `refusing`: answers, but takes no writes, like a Redis that is full.
     """
 
     def __init__(self, log: EventLog) -> None:
         self.down = False
         self.refusing = False
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.gate, self.answers, self.detaching = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for gate in (self.gate, self.answers, self.detaching):
+            gate.set()
         self.num_waiting = 0
         self.num_refused = 0
         self.batches: list[Sequence[PendingAppend]] = []
@@ -49,7 +51,15 @@ class SteeredLog:
         self.num_waiting -= 1
         if self.down or self.refusing:
             raise LogUnavailable("told to refuse")
-        return await self._log.append(batch)
+        results = await self._log.append(batch)
+        await self.answers.wait()
+        return results
+
+    async def detach(self, reply_id: str) -> None:
+        await self.detaching.wait()
+        if self.down:
+            raise LogUnavailable("told to be down")
+        await self._log.detach(reply_id)
 
     async def follow(self, reply_id: str, after: int) -> AsyncGenerator[list[Event], None]:
         async with aclosing(self._log.follow(reply_id, after)) as pages:

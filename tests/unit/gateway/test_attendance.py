@@ -59,6 +59,19 @@ async def test_a_client_that_comes_back_while_the_mark_is_taken_back_has_one() -
             assert not await room.attendance.is_unattended(reply_id)
 
 
+async def test_a_mark_set_while_the_old_one_is_being_taken_back_stays() -> None:
+    room = Room(grace_s=10)
+    reply_id = await room.prepare()
+    room.steered.detaching.clear()
+    async with room.attendance.attached(reply_id, room.note_left):
+        pass
+    await asyncio.sleep(0)  # the detach is on its way
+    async with room.attendance.attached(reply_id, room.note_left):
+        room.steered.detaching.set()
+        await room.attendance.all_left()
+        assert await room.log.is_attached(reply_id)
+
+
 async def test_no_grace_means_at_once_but_only_after_a_first_client_could_come() -> None:
     room = Room(grace_s=0)
     reply_id = await room.prepare()

@@ -205,6 +205,18 @@ async def test_what_is_unlogged_is_bounded(hubs: Hubs) -> None:
     await eventually(lambda: reply.settled)
 
 
+async def test_the_bound_is_for_one_outage(hubs: Hubs) -> None:
+    owner = await hubs.open("g1", max_unlogged_events=10)
+    reply = await opened(owner)
+    for num_events in (8, 16, 24):
+        steered(owner).down = True
+        say(reply, *"01234567")
+        await reply.flushed()
+        steered(owner).down = False
+        await eventually(lambda goal=num_events: reply.num_logged == goal)  # type: ignore[misc]
+    assert reply.stop_reason is None
+
+
 async def test_a_store_that_takes_no_writes_is_asked_seldom_and_the_bound_holds(hubs: Hubs) -> None:
     owner = await hubs.open("g1", max_unlogged_events=3, lease_s=0.4)  # probes every 0.1 s
     reply = await opened(owner)
@@ -264,6 +276,29 @@ async def test_an_idle_reply_is_restored_by_its_lease(hubs: Hubs) -> None:
 
     await eventually(is_back, timeout=3)
     assert spoken.stop_reason is silent.stop_reason is None
+
+
+async def test_an_answer_from_before_the_loss_publishes_nothing(hubs: Hubs) -> None:
+    owner = await hubs.open("g1", lease_s=60)
+    log, reply = steered(owner), await opened(owner)
+    say(reply, *"abc")
+    await reply.flushed()
+    log.answers.clear()
+    say(reply, *"defghij")
+    await eventually(lambda: _has_logged(owner, reply, 10))
+    hubs.lose_data()
+    await owner.renew()  # finds out, and makes the log anew
+    log.gate.clear()
+    log.answers.set()
+    await eventually(lambda: log.num_waiting == 1)
+    assert (len(reply.events), reply.num_logged) == (3, 0)
+    log.gate.set()
+    await reply.flushed()
+    assert text_of(await logged(owner, reply.meta)) == text_of(reply.events) == "abcdefghij"
+
+
+async def _has_logged(hub: ReplyHub, reply: OwnedReply, num_events: int) -> bool:
+    return len(await logged(hub, reply.meta)) == num_events
 
 
 async def test_losing_data_again_and_again_amid_commits_and_renewals_fences_nobody(hubs: Hubs) -> None:

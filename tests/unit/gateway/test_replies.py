@@ -250,12 +250,17 @@ async def test_a_client_at_another_gateway_keeps_a_reply_alive(hubs: Hubs) -> No
 async def test_nobody_is_abandoned_while_the_log_cannot_be_asked(hubs: Hubs) -> None:
     clock = ManualClock()
     hub = await hubs.open("g1", clock=clock)
-    reply = await opened(hub)
+    reply, noticed = await opened(hub), await opened(hub)
     steered(hub).down = True
+    clock.now += 100
+    await hub.check_attendance()
+    say(noticed, "a")  # now the hub knows
+    await eventually(lambda: hub.degraded)
     clock.now += 100
     await hub.check_attendance()
     assert reply.stop_reason is None
     steered(hub).down = False
+    await eventually(lambda: not hub.degraded)
     await hub.check_attendance()  # marks may have lapsed meanwhile: the grace starts here
     clock.now += 29
     await hub.check_attendance()
