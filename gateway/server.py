@@ -1,5 +1,6 @@
 """The HTTP server process: uvicorn, with a drain that can be watched and an abort that tells the truth."""
 
+import asyncio
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -8,11 +9,19 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+MAX_UNSENT_BYTES = 16 * 1024  # a connection; above it the stream waits
 ABORT = "baton.abort"  # in the scope's extensions: drops the connection, unsent bytes included
 
 
 class AbortableProtocol(HttpToolsProtocol):
-    """Lets a response drop its connection: closing it would wait for a client that reads nothing."""
+    """Bounds what waits unsent, and lets a response drop its connection.
+
+    Closing it would wait for a client that reads nothing.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

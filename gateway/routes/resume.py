@@ -9,7 +9,7 @@ from gateway.auth import check_owner
 from gateway.context import Gateway
 from gateway.errors import CursorAhead, GatewayError, InvalidRequest, Overloaded, from_log
 from gateway.event_log import EventLogError, ReplyMeta
-from gateway.event_stream import EventStream
+from gateway.event_stream import HEADERS, EventStream
 from gateway.formats import Format, format_named
 from gateway.server_span import end_span, ends_on_error, start_server_span
 from gateway.sse import Cursor
@@ -45,6 +45,10 @@ async def resume(
                 end_span(span, at_end.status_code)
                 outcome = "nothing_left"
                 return at_end
+            if request.method == "HEAD":  # a look at the headers is no reader
+                end_span(span, 200)
+                outcome = "ok"
+                return Response(headers={**HEADERS, "location": f"/v1/streams/{meta.reply_id}"})
             stream = _stream(gateway, meta, cursor, format_name, lambda: end_span(span, 200))
         outcome = "ok"
         return stream

@@ -116,3 +116,12 @@ async def test_a_resume_follows_what_is_still_being_said(world: Served) -> None:
     joined = frames(before) + frames((await resumed).content)
     assert "".join(event.text for event in joined) == "one two"
     assert len({event.event_id for event in joined}) == len(joined)
+
+
+async def test_a_head_request_is_no_reader(world: Served) -> None:
+    location = (await world.streamed()).headers["location"]
+    async with asyncio.timeout(5):
+        looked = await world.http.head(location)
+    assert (looked.status_code, looked.content) == (200, b"")
+    assert looked.headers["content-type"].startswith("text/event-stream")
+    assert not world.gateway.open_streams
