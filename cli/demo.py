@@ -95,7 +95,7 @@ def ask_and_drop(console: Console, url: str) -> Half:
         "temperature": 0.7,
         "seed": 7,
         "min_tokens": 4 * CUT_AFTER_PIECES,
-        "max_tokens": 160,
+        "max_tokens": 112,
     }
     with _open(url, "POST", "/v1/chat/completions", body=request) as stream:
         for event in stream.events():
