@@ -61,7 +61,9 @@ class ChatTokenizer:
             raise InvalidRequest(
                 f"The chat template refuses these messages: {error}", param="messages"
             ) from error
-        return tuple(self._tokenizer.encode(rendered[0], add_special_tokens=False).ids)
+        # As a batch of one: `encode` would hold the interpreter lock all the while.
+        (encoding,) = self._tokenizer.encode_batch_fast([rendered[0]], add_special_tokens=False)
+        return tuple(encoding.ids)
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special ones included."""
