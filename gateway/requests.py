@@ -4,7 +4,7 @@ Invariant: whatever is wrong is a 400 that names the field; nothing is coerced, 
 ignored. Must not know: workers, logs, formats' renderings.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 import orjson
@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     StringConstraints,
     ValidationError,
@@ -42,9 +43,25 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+_MAX_FIELDS = 64  # of one object, unknown ones included
+_MAX_TOKEN_ID_DIGITS = 10
+
+
+def _at_most(num_entries: int) -> Callable[[Any], Any]:
+    """Bounds an object before its entries are looked at: a body full of bad ones costs a second."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > num_entries:
+            raise ValueError(f"it should have at most {num_entries} entries, not {len(value)}")
+        return value
+
+    return check
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _few_fields = model_validator(mode="before")(_at_most(_MAX_FIELDS))
 
 
 class TextPart(_Strict):
@@ -82,10 +99,14 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= _MAX_TOKEN_ID_DIGITS
+
+
 class ChatRequest(_Strict):
     """`POST /v1/chat/completions`. None means the default throughout."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1, max_length=4096)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -99,13 +120,15 @@ class ChatRequest(_Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_at_most(1024))] | None
+    ) = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_at_most(1024))] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=128)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
@@ -130,7 +153,7 @@ class ChatRequest(_Strict):
             raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream: true`.", param="stream_options")
-        if self.logit_bias and not all(key.isascii() and key.isdigit() for key in self.logit_bias):
+        if self.logit_bias and not all(map(_is_token_id, self.logit_bias)):
             raise InvalidRequest("The keys of `logit_bias` must be token IDs.", param="logit_bias")
         limit = self.token_limit
         if limit is not None and (self.min_tokens or 0) > limit:

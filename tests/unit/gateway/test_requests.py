@@ -1,6 +1,7 @@
 """Chat bodies: what is wrong is named, what is right becomes a spec with the model's limits."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
         ("on_disconnect", "never"),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"5": 101}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("metadata", {str(number): "x" for number in range(1025)}),
         ("min_tokens", -1),
         ("top_logprobs", 21),
         ("no_such_field", 1),
@@ -66,6 +70,27 @@ def test_a_bad_value_is_refused_by_its_fields_name(field: str, value: Any) -> No
     refused = refusal(json.dumps({**QUESTION, field: value}).encode())
     assert (refused.param or "").split(".")[0] == field
     assert field in refused.message
+
+
+BAD_MESSAGE = {"role": "user", "content": "x", **{f"field{number}": 1 for number in range(40)}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"field{number}": 1 for number in range(150_000)},
+        {"metadata": {str(number): 1 for number in range(150_000)}},
+        {"messages": [BAD_MESSAGE] * 4000},
+    ],
+)
+def test_a_body_full_of_faults_is_refused_about_as_fast_as_it_is_read(fields: dict[str, Any]) -> None:
+    body = json.dumps({**QUESTION, **fields}).encode()
+    started = time.thread_time()
+    json.loads(body)
+    read_s = time.thread_time() - started
+    refusal(body)
+    refused_s = time.thread_time() - started - read_s
+    assert refused_s < 3 * read_s + 0.05, "an error for each fault would take ten times as long"
 
 
 async def test_without_a_limit_the_reply_gets_what_the_model_has_left() -> None:
