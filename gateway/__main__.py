@@ -110,7 +110,13 @@ async def serve(settings: GatewaySettings) -> None:
             log.info("serving", address=settings.listen, log="redis" if settings.redis_url else "memory")
             yield
 
-    server = make_server(create_app(gateway, lifespan), settings.listen, settings.drain_s, drain)
+    server = make_server(
+        create_app(gateway, lifespan),
+        settings.listen,
+        drain_s=settings.drain_s,
+        stalled_client_s=settings.slow_client_s,
+        on_drain=drain,
+    )
     await server.serve()
 
 

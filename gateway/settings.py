@@ -58,7 +58,7 @@ class GatewaySettings(BaseSettings):
     admit_timeout_s: float = Field(5.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
     retry_s: float = Field(10.0, ge=0)  # how long a reply looks for another decode worker
-    slow_client_s: float = Field(30.0, gt=0)  # a socket that accepts nothing for this long is aborted
+    slow_client_s: float = Field(30.0, gt=0)  # a client that neither reads nor sends for so long is dropped
     drain_s: float = Field(25.0, ge=0)
 
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024)

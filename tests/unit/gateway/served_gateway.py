@@ -233,7 +233,13 @@ async def served(
         telemetry,
     )
     await hub.start()
-    server = make_server(create_app(gateway), "127.0.0.1:0", 1.0, lambda: None)
+    server = make_server(
+        create_app(gateway),
+        "127.0.0.1:0",
+        drain_s=1.0,
+        stalled_client_s=parsed.slow_client_s,
+        on_drain=lambda: None,
+    )
     serving = asyncio.create_task(server.serve())
     await eventually(lambda: server.started)
     try:
