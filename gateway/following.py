@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from gateway.event_log import CursorConflict, EventLog, LogUnavailable, ReplyUnknown
+from gateway.event_log import CursorConflict, EventLog, LogUnavailable, ReplyGone, ReplyUnknown
 from gateway.events import Event
 
 RETRY_S = 0.2
@@ -69,3 +69,33 @@ async def _verified(
             yield page
     if check:
         raise CursorConflict(f"the log ended before event {after}")
+
+
+async def until_logged(
+    log: EventLog,
+    reply_id: str,
+    seq: int,
+    epoch: int | None,
+    *,
+    patience_s: float,
+    clock: Callable[[], float],
+) -> None:
+    """Waits while a living owner may yet bring the log back to an event that a client holds.
+
+    After an outage, and after a loss of data, the log lacks for a moment what was sent already.
+    Returns when it holds `seq`, when it never will, or after `patience_s`. Raises LogUnavailable.
+    """
+    give_up_at = clock() + patience_s
+    while True:
+        try:
+            state = await log.state(reply_id)
+            taken_over = epoch is not None and state.epoch != epoch
+            if state.last_seq >= seq or state.terminal_seq is not None or taken_over:
+                return
+        except ReplyGone:
+            return
+        except ReplyUnknown:
+            pass  # lost for good, or not restored yet
+        if clock() >= give_up_at:
+            return
+        await asyncio.sleep(RETRY_S)

@@ -26,7 +26,7 @@ from gateway.event_log import (
     check_reply_id,
 )
 from gateway.events import Event
-from gateway.following import follow_from
+from gateway.following import follow_from, until_logged
 from gateway.group_commit import GroupCommit
 from gateway.leases import lapsed_lease
 from gateway.owned_reply import OwnedReply, ReplyClosed, StopReason
@@ -145,6 +145,12 @@ class ReplyHub:
         if reply is None or reply.fenced:
             return await self.log.state(reply_id)
         return reply.state(self.gateway_id)
+
+    async def until_logged(self, reply_id: str, seq: int, epoch: int | None) -> None:
+        """Gives an owner elsewhere the time of a lease to log `seq` again. Raises LogUnavailable."""
+        if self.log.is_durable and reply_id not in self._owned:
+            patience_s = self._lease_s
+            await until_logged(self.log, reply_id, seq, epoch, patience_s=patience_s, clock=self._clock)
 
     def attach(self, reply_id: str) -> AbstractAsyncContextManager[None]:
         """Counts one local client of the reply for as long as the context is open."""

@@ -37,6 +37,7 @@ async def resume(
     outcome = "error"
     try:
         caller = gateway.api_keys.owner(request.headers)
+        await _wait_for_event(gateway, cursor)
         meta = await find_reply(gateway, cursor.reply_id, caller)
         span = start_server_span(gateway.telemetry.tracer, request, route, linked_to=meta.traceparent)
         with ends_on_error(span):
@@ -57,6 +58,15 @@ async def resume(
         raise
     finally:
         gateway.telemetry.metrics.resume(outcome)
+
+
+async def _wait_for_event(gateway: Gateway, cursor: Cursor) -> None:
+    """The client has seen that event: if the log has not, its owner may be restoring it just now."""
+    if cursor.seq:
+        try:
+            await gateway.hub.until_logged(cursor.reply_id, cursor.seq, cursor.epoch)
+        except EventLogError as error:
+            raise from_log(error) from error
 
 
 async def _check(gateway: Gateway, cursor: Cursor) -> bool:

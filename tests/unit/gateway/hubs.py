@@ -37,6 +37,7 @@ class SteeredLog:
         for gate in (self.gate, self.answers, self.detaching):
             gate.set()
         self.num_waiting = 0
+        self.num_asked = 0  # calls that neither append, detach nor follow
         self.num_refused = 0
         self.batches: list[Sequence[PendingAppend]] = []
         self._log = log
@@ -77,6 +78,7 @@ class SteeredLog:
             return member
 
         async def call(*args: Any) -> Any:
+            self.num_asked += 1
             if self.down:
                 self.num_refused += 1
                 raise LogUnavailable("told to be down")
