@@ -115,8 +115,11 @@ def check_redis_url(url: str, timeout: float = 3.0) -> str | None:
         with Redis.from_url(url, socket_connect_timeout=timeout, socket_timeout=timeout) as client:
             client.ping()
     except (RedisError, ValueError, OSError) as error:
-        where = urlsplit(url)  # without the password
-        return f"{where.hostname}:{where.port or 6379}: {error}"
+        try:
+            where = urlsplit(url)  # without the password
+            return f"{where.hostname}:{where.port or 6379}: {error}"
+        except ValueError:
+            return "it is not the URL of a Redis"
     return None
 
 

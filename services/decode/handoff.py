@@ -13,6 +13,7 @@ from grpc import StatusCode, aio
 from opentelemetry import trace
 
 from baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from observability import semconv
 from services.decode.kv_receiver import KvReceiver, Transfer
 from services.engine.errors import InvalidKvPage, InvalidRequest
 from services.engine.interface import Sequence
@@ -71,6 +72,8 @@ class Handoff:
         """
         with self._tracer.start_as_current_span("queue"):
             await self._sequence.reserved()
+        if not self._sequence.awaits_kv:
+            return  # a continuation whose tokens already meet an end condition
         failures: list[str] = []
         for target in self._request.prefill_targets:
             try:
@@ -107,19 +110,18 @@ class Handoff:
                     self._stub_for(target), self._prefill_request(), self._time_remaining()
                 )
                 span.set_attributes(
-                    {"baton.kv.bytes": transfer.num_bytes, "baton.kv.pages": transfer.num_pages}
+                    {semconv.BATON_KV_BYTES: transfer.num_bytes, semconv.BATON_KV_PAGES: transfer.num_pages}
                 )
             outcome = "ok"
         finally:
             self._worker.telemetry.metrics.prefill_attempt(outcome)
         self._report.transfer = transfer
-        self._worker.telemetry.metrics.kv_transfer(
-            transfer.num_bytes, transfer.after_first_token_s, "received"
-        )
+        self._worker.telemetry.metrics.kv_transfer(transfer.num_bytes, transfer.after_first_token_s)
 
     def _take_first_token(self, target: str, began: float, message: prefill_pb2.FirstToken) -> None:
         if self._has_first_token:
             return  # what was emitted stands
+        self._sequence.accept_first_token(token_from_proto(message.token))
         self._has_first_token = True
         report = self._report
         report.target = target
@@ -128,7 +130,6 @@ class Handoff:
         report.prefill_queue_ms = message.timings.queue_ms + lost_ms
         report.prefill_ms = message.timings.prefill_ms
         trace.get_current_span().add_event("first_token")
-        self._sequence.accept_first_token(token_from_proto(message.token))
 
     def _prefill_request(self) -> prefill_pb2.PrefillRequest:
         request = self._request

@@ -45,7 +45,7 @@ class TextStream:
         """Takes the next token; returns what may be shown now. Sets `stopped` at a stop string."""
         self._num_tokens += 1
         self._incomplete.append(token)
-        piece = self._stream.step(self._tokenizer, token.token_id)
+        piece = self._decode(token.token_id)
         if not piece:
             return None
         self._held.append((piece, tuple(self._incomplete)))
@@ -72,6 +72,17 @@ class TextStream:
         tokens = (*held, *self._incomplete)
         self._held, self._incomplete = [], []
         return tokens
+
+    def _decode(self, token_id: int) -> str | None:
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001 - the library has no other type for it
+            # Where bytes fall back to tokens of their own, bytes that are no UTF-8 change how those before
+            # them decode. What was shown stands; decoding starts anew at the first token without text.
+            without_text = [token.token_id for token in self._incomplete[:-1]]
+            self._stream = DecodeStream(ids=without_text, skip_special_tokens=True)
+            piece = self._stream.step(self._tokenizer, token_id)
+        return piece
 
     def _emit(self, num_units: int) -> TextGenerated | None:
         if not num_units:

@@ -62,7 +62,8 @@ def _fingerprint(folder: Path, config: dict[str, Any]) -> str:
     digest = xxhash.xxh3_128()
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT}
     digest.update(json.dumps(relevant, sort_keys=True).encode())
-    for path in (folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))):
+    weights = sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin")))
+    for path in (folder / "tokenizer.json", *weights):
         digest.update(path.name.encode())
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):

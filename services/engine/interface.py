@@ -52,7 +52,8 @@ class Sequence(Protocol):
         """Takes the prefill worker's token as the next generated one and emits its text (HANDOFF).
 
         Before `join`; at most once. If the token ends the reply (end-of-sequence, max_tokens
-        reached) SequenceFinished follows and no join is needed.
+        reached) SequenceFinished follows and no join is needed. Raises InvalidKvPage for a token
+        outside the vocabulary.
         """
         ...
 
@@ -76,6 +77,11 @@ class Sequence(Protocol):
     @property
     def kv_complete(self) -> bool:
         """Whether every layer of every context token has been imported."""
+        ...
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether reserved blocks wait to be filled; never of a reply that has ended already."""
         ...
 
     def reset_kv(self) -> None:

@@ -1,8 +1,8 @@
 """The KV cache: one pool of slots per layer, addressed through block tables.
 
 Slot `block x block_size + offset` holds the keys and values of one position in every layer. Padding
-reads slots of others behind a mask, so every slot must hold finite numbers at all times: the pool
-starts as zeros and `import_range` refuses anything else.
+reads slots of others behind a mask, so no slot may ever hold a number that is not finite, or so large
+that a product with a query is not: the pool starts as zeros and `import_range` refuses such numbers.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 
 from services.engine.errors import InvalidKvPage
 
+_LARGEST = 1e30  # far above what a model computes, far below where a dot product overflows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -83,8 +84,8 @@ class KvCache:
             raise InvalidKvPage(f"payload has {len(payload)} bytes, its ranges need {expected}")
         # A bytearray, because torch refuses to promise that it will not write to read-only memory.
         page = torch.frombuffer(bytearray(payload), dtype=layout.torch_dtype).view(shape)
-        if not torch.isfinite(page).all():
-            raise InvalidKvPage("payload holds NaN or infinity")
+        if not float(page.abs().amax()) <= _LARGEST:  # so written, NaN fails too
+            raise InvalidKvPage(f"payload holds NaN or numbers above {_LARGEST:g}")
         slots = self.slots(block_table, token_start, token_end)
         self._pool[layer_start:layer_end, :, slots] = page.transpose(0, 1)
 

@@ -52,7 +52,7 @@ class HfEngine(PagedEngine):
         self._work = threading.Condition(self._lock)
         self._stopping = False
         self._in_flight: set[EngineSequence] = set()
-        self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_or_fail, name="baton-engine", daemon=True)
 
     async def start(self) -> None:
         """See `interface.Engine.start`."""
@@ -75,8 +75,18 @@ class HfEngine(PagedEngine):
         if sequence not in self._in_flight:
             super()._remove(sequence)
 
+    def _run_or_fail(self) -> None:
+        """The thread. Whatever ends it but `close`, nobody is left waiting."""
+        try:
+            self._run()
+        except Exception:
+            log.exception("the engine's thread failed")
+        finally:
+            if not self._stopping:
+                self._on_loop(self._fail)
+
     def _run(self) -> None:
-        """The thread. Ends when the engine closes or cannot compute any more."""
+        """Steps, until the engine closes or cannot compute any more."""
         num_failed = 0
         while num_failed < _MAX_FAILED_STEPS:
             with self._work:
@@ -101,7 +111,6 @@ class HfEngine(PagedEngine):
                 self._in_flight = set()
                 deliveries = self._take_in(chunks, tokens, started, time.monotonic())
             self._hand_over(deliveries)
-        self._on_loop(self._fail)
 
     def _compute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
         if not chunks:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from services.engine import attention
@@ -20,20 +21,16 @@ from services.engine.kv_cache import KvCache, KvLayout
 from services.engine.linear import pack_linears
 from services.engine.scheduler import ScheduledChunk
 
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}  # what `paged_attention` computes
+
 
 class ModelRunner:
     """A loaded model. Not thread-safe: one thread runs it. `bind` a cache before `forward`."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
-            ).eval()
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise UnsupportedModel(f"transformers cannot load it for causal generation: {error}") from error
+        self._model = _load(folder)
         config = self._model.config.get_text_config()
-        if getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModel("it is an encoder-decoder model")
+        _check_config(config)
         num_heads = config.num_attention_heads
         self.layout = KvLayout(
             num_layers=config.num_hidden_layers,
@@ -41,7 +38,7 @@ class ModelRunner:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         )
         self.vocab_size = int(config.vocab_size)
-        self.max_model_len = int(config.max_position_embeddings)
+        self.max_model_len = _longest_context(config)
         self.eos_token_ids = _eos_token_ids(self._model)
         self._cache: KvCache | None = None
         self._check_attention()
@@ -158,10 +155,54 @@ def _group(
     return AttentionGroup(rows=rows, blocks=tables, positions=positions, length=num_blocks * size)
 
 
+def _load(folder: Path) -> Any:
+    """The model, complete: transformers fills weights that a checkpoint lacks with random numbers."""
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation=attention.IMPLEMENTATION,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UnsupportedModel(f"transformers cannot load it for causal generation: {error}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise UnsupportedModel(f"its checkpoint lacks {len(missing)} weights, {missing[0]} among them")
+    return model.eval()
+
+
+def _check_config(config: Any) -> None:
+    """Refuses what is known from the configuration alone; `_check_attention` sees short prompts only."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel("it is an encoder-decoder model")
+    needed = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
+    if missing := [name for name in needed if not hasattr(config, name)]:
+        raise UnsupportedModel(f"its configuration has no {' and no '.join(missing)}")
+    if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - _KNOWN_LAYER_TYPES):
+        raise UnsupportedModel(f"its layers are of a type that cannot be paged: {', '.join(unknown)}")
+
+
+def _longest_context(config: Any) -> int:
+    """Positions that one sequence may take.
+
+    longrope turns all keys, also those in the cache, by other factors as soon as one position of a step
+    lies past the original length; below it a token does not depend on its company.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict)]  # by layer type, or one
+    bounds = [
+        part["original_max_position_embeddings"] for part in ropes if part.get("rope_type") == "longrope"
+    ]
+    return int(min([config.max_position_embeddings, *bounds]))
+
+
 def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Those that the model can say: some configurations keep another vocabulary's default."""
+    config = model.config.get_text_config()
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
-        found = model.config.get_text_config().eos_token_id
+        found = config.eos_token_id
     if found is None:
         return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    named = found if isinstance(found, list) else [int(found)]
+    return tuple(token_id for token_id in named if 0 <= token_id < config.vocab_size)

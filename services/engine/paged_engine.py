@@ -43,6 +43,7 @@ class PagedEngine:
     ) -> None:
         self.config = config
         self.max_model_len = min(config.max_model_len or model_max_len, model_max_len)
+        self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         num_blocks = num_blocks_for(
             layout,
@@ -71,7 +72,6 @@ class PagedEngine:
         )
         self.num_prompt_tokens_computed = 0
         self.num_continued_tokens_computed = 0
-        self._vocab_size = vocab_size
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrivals = itertools.count()
@@ -94,7 +94,7 @@ class PagedEngine:
         """See `interface.Engine.submit`."""
         if self._stopped is not None:
             raise self._stopped
-        check_request(request, mode, self.info, self._vocab_size)
+        check_request(request, mode, self.info, self.vocab_size)
         text = TextStream(self.tokenizer, request.sampling, request.generated_token_ids)
         natural_length = None if request.sampling.ignore_eos else self.natural_length
         with self._lock:
@@ -191,4 +191,7 @@ def _load_tokenizer(config: EngineConfig) -> Tokenizer:
     path = config.model / "tokenizer.json"
     if not path.is_file():
         raise UnsupportedModel("it has no tokenizer.json (save the fast tokenizer beside the weights)")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library's only type
+        raise UnsupportedModel(f"its tokenizer.json cannot be read: {error}") from error

@@ -1,6 +1,6 @@
 """What goes into the engine and what comes out: frozen dataclasses, no protobuf, no JSON."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -60,6 +60,11 @@ class EngineRequest:
     def num_context_tokens(self) -> int:
         """Tokens that must be in the KV cache before the next one can be sampled."""
         return len(self.prompt_token_ids) + len(self.generated_token_ids)
+
+    def most_positions(self, max_model_len: int) -> int:
+        """KV positions it can come to need: those of all its tokens but the last one sampled."""
+        longest = min(len(self.prompt_token_ids) + self.sampling.max_tokens, max_model_len) - 1
+        return max(longest, self.num_context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,4 +177,3 @@ class EngineLoad:
     blocks_total: int = 0
     prompt_tokens_computed: int = 0
     tokens_recomputed: int = 0
-    extra: dict[str, float] = field(default_factory=dict)

@@ -5,14 +5,15 @@ import math
 from services.engine.block_manager import blocks_for
 from services.engine.errors import InvalidRequest, PromptTooLong
 from services.engine.request import EngineInfo, EngineRequest, SamplingParams, SubmitMode
-from services.engine.sequence import most_positions
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 100),
     ("min_p", 0, 1),
+    ("repetition_penalty", 0.01, 100),
     ("presence_penalty", -100, 100),
     ("frequency_penalty", -100, 100),
 )
+_LARGEST_BIAS = 100  # more would overflow a logit and says no more
 
 
 def check_request(request: EngineRequest, mode: SubmitMode, info: EngineInfo, vocab_size: int) -> None:
@@ -25,7 +26,8 @@ def check_request(request: EngineRequest, mode: SubmitMode, info: EngineInfo, vo
         raise InvalidRequest("prompt_token_ids", "is empty; at least one token is needed")
     _check_sampling(request.sampling, vocab_size)
     num_tokens = request.num_context_tokens
-    if num_tokens >= info.max_model_len and not request.generated_token_ids:
+    ends_at_once = request.generated_token_ids and mode is not SubmitMode.PREFILL_ONLY
+    if num_tokens >= info.max_model_len and not ends_at_once:
         raise PromptTooLong(
             "prompt_token_ids",
             f"{num_tokens} tokens leave no room for a reply within the model's {info.max_model_len}",
@@ -33,7 +35,7 @@ def check_request(request: EngineRequest, mode: SubmitMode, info: EngineInfo, vo
     if mode is SubmitMode.PREFILL_ONLY:
         needed = blocks_for(num_tokens, info.block_size)
     else:
-        needed = blocks_for(most_positions(request, info.max_model_len), info.block_size)
+        needed = blocks_for(request.most_positions(info.max_model_len), info.block_size)
     if needed > info.num_blocks:
         prompt_fits = blocks_for(num_tokens, info.block_size) <= info.num_blocks
         raise PromptTooLong(
@@ -50,12 +52,10 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             raise InvalidRequest(field, f"must lie between {low} and {high}")
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequest("top_p", "must lie above 0 and not above 1")
-    if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
-        raise InvalidRequest("repetition_penalty", "must be above 0")
     if any(not 0 <= token_id < vocab_size for token_id, _ in sampling.logit_bias):
         raise InvalidRequest("logit_bias", f"token IDs must lie below {vocab_size}")
-    if any(not math.isfinite(bias) for _, bias in sampling.logit_bias):
-        raise InvalidRequest("logit_bias", "must be finite")
+    if any(not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS for _, bias in sampling.logit_bias):
+        raise InvalidRequest("logit_bias", f"must lie between -{_LARGEST_BIAS} and {_LARGEST_BIAS}")
     if any(not 0 <= token_id < vocab_size for token_id in sampling.stop_token_ids):
         raise InvalidRequest("stop_token_ids", f"must lie below {vocab_size}")
     if any(not stop for stop in sampling.stop):

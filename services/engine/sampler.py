@@ -103,7 +103,8 @@ def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tenso
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
 
-    logits = logits / column([row.sampling.temperature for row in rows])
+    # The best one is 0 before the division, so that no temperature is too small for the exponent.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([row.sampling.temperature for row in rows])
     for i, row in enumerate(rows):
         top_k = row.sampling.top_k
         if 0 < top_k < logits.shape[1]:

@@ -44,6 +44,7 @@ class SequenceHost(Protocol):
     """The engine as its sequences see it. Called with the lock held, except `lock` itself."""
 
     cache: KvCache
+    vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
 
@@ -113,7 +114,7 @@ class EngineSequence:
         """Positions the sequence can ever fill: the last token generated is never computed."""
         if self.mode is SubmitMode.PREFILL_ONLY:
             return self.request.num_context_tokens
-        return most_positions(self.request, self._host.max_model_len)
+        return self.request.most_positions(self._host.max_model_len)
 
     @property
     def is_preemptible(self) -> bool:
@@ -123,6 +124,10 @@ class EngineSequence:
     @property
     def kv_complete(self) -> bool:
         return self._coverage.is_complete
+
+    @property
+    def awaits_kv(self) -> bool:
+        return self.state is SequenceState.RESERVED
 
     # On the event loop
 
@@ -146,16 +151,17 @@ class EngineSequence:
                 raise SequenceReleased(self.request.request_id)
             if self.num_tokens != self.request.num_context_tokens:
                 raise ValueError("the first token has been accepted already")
+            if token.token_id >= self._host.vocab_size:
+                raise InvalidKvPage(f"first token {token.token_id} is none of the model's")
             events = self.take_token(token)
         self.post(events)
 
     def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
+        where = (layer_start, layer_end, token_start, token_end)
         with self._host.lock():
             if self.state is SequenceState.RELEASED:
                 raise SequenceReleased(self.request.request_id)
-            return self._host.cache.export_range(
-                self.block_table, layer_start, layer_end, token_start, token_end
-            )
+            return self._host.cache.export_range(self.block_table, *where)
 
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
@@ -292,9 +298,3 @@ class EngineSequence:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_generated_tokens=self.num_generated_tokens,
         )
-
-
-def most_positions(request: EngineRequest, max_model_len: int) -> int:
-    """KV positions that a request can come to need: all its tokens but the last one sampled."""
-    longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, max_model_len) - 1
-    return max(longest, request.num_context_tokens)

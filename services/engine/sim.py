@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from services.engine.config import EngineConfig
-from services.engine.errors import InvalidKvPage
+from services.engine.errors import InvalidKvPage, UnsupportedModel
 from services.engine.identity import read_config
 from services.engine.kv_cache import KvLayout
 from services.engine.paged_engine import PagedEngine
@@ -22,6 +22,14 @@ from services.engine.sampler import uniform
 from services.engine.sequence import EngineSequence, SequenceState
 from services.engine.sim_model import REPLY_TEXT, words
 
+_NEEDED = (
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "eos_token_id",
+)
 REPLY_LENGTH = 120  # tokens of a reply that is not asked to go on
 
 
@@ -45,6 +53,8 @@ class SimEngine(PagedEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         model = read_config(config.model)
+        if missing := [name for name in _NEEDED if not isinstance(model.get(name), int)]:
+            raise UnsupportedModel(f"the simulated engine needs {', '.join(missing)} in its config.json")
         layout = KvLayout(
             num_layers=model["num_hidden_layers"],
             num_kv_heads=model["num_key_value_heads"],
@@ -79,6 +89,8 @@ class SimEngine(PagedEngine):
             sequence.timings.queue_s = run.started - sequence.submitted_at
         self._runs[sequence] = run
         self._schedule(run)
+        assert self._loop is not None
+        self._loop.call_soon(self._admit)  # one reservation less: another may be let in
 
     def _remove(self, sequence: EngineSequence) -> None:
         self._runs.pop(sequence, None)

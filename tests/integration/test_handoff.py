@@ -9,12 +9,10 @@ import grpc
 import pytest
 from grpc import aio
 
-from baton.v1 import prefill_pb2
 from tests.integration.cluster import Cluster, collect, generate_request, running_cluster
+from tests.integration.lies import LIES, Messages, first_token_only, nothing
 from tests.integration.lying_prefill import Tamper, lying_prefill
 from tests.waiting import eventually
-
-Messages = list[prefill_pb2.PrefillMessage]
 
 
 @pytest.fixture
@@ -73,6 +71,17 @@ async def test_a_continuation_gives_the_rest(cluster: Cluster, cut: int) -> None
     assert rest.finished.num_generated_tokens == 40
 
 
+async def test_a_continuation_that_is_complete_asks_nobody(cluster: Cluster) -> None:
+    whole = await collect(cluster.stub.Generate(generate_request(prefill_targets=cluster.targets)))
+    async with lying_prefill(cluster.targets[0], nothing) as (liar, servicer):
+        request = generate_request(prefill_targets=[liar], generated_token_ids=whole.token_ids)
+        rest = await collect(cluster.stub.Generate(request))
+    assert rest.token_ids == []
+    assert rest.finished is not None
+    assert rest.finished.num_generated_tokens == 40
+    assert servicer.num_calls == 0
+
+
 async def test_one_token_is_one_token(cluster: Cluster) -> None:
     reply = await collect(
         cluster.stub.Generate(generate_request(prefill_targets=cluster.targets, max_tokens=1))
@@ -114,65 +123,6 @@ async def test_without_any_prefill_worker_a_lenient_decode_runs_the_prompt(lenie
     assert lenient.decode[0].worker.load().prompt_tokens_computed == 100
 
 
-def _flip(messages: Messages) -> Messages:
-    page = next(message.page for message in messages if message.HasField("page"))
-    payload = bytearray(page.payload)
-    payload[len(payload) // 2] ^= 0x10
-    page.payload = bytes(payload)
-    return messages
-
-
-def _truncate(messages: Messages) -> Messages:
-    page = next(message.page for message in messages if message.HasField("page"))
-    page.payload = page.payload[:-4]
-    return messages
-
-
-def _drop_page(messages: Messages) -> Messages:
-    index = next(i for i, message in enumerate(messages) if message.HasField("page"))
-    return messages[:index] + messages[index + 1 :]
-
-
-def _repeat_page(messages: Messages) -> Messages:
-    index = next(i for i, message in enumerate(messages) if message.HasField("page"))
-    return [*messages[: index + 1], messages[index], *messages[index + 1 :]]
-
-
-def _drop_result(messages: Messages) -> Messages:
-    return [message for message in messages if not message.HasField("result")]
-
-
-def _two_first_tokens(messages: Messages) -> Messages:
-    first = next(message for message in messages if message.HasField("first_token"))
-    return [first, *messages]
-
-
-def _after_result(messages: Messages) -> Messages:
-    page = next(message for message in messages if message.HasField("page"))
-    return [*messages, page]
-
-
-def _first_token_only(messages: Messages) -> Messages:
-    return [message for message in messages if message.HasField("first_token")]
-
-
-def _nothing(messages: Messages) -> Messages:
-    return []
-
-
-LIES = [
-    _flip,
-    _truncate,
-    _drop_page,
-    _repeat_page,
-    _drop_result,
-    _two_first_tokens,
-    _after_result,
-    _first_token_only,
-    _nothing,
-]
-
-
 @pytest.mark.parametrize("tamper", LIES, ids=lambda lie: lie.__name__)
 async def test_a_lying_worker_costs_time_never_text(cluster: Cluster, tamper: Tamper) -> None:
     honest = cluster.targets[0]
@@ -212,7 +162,7 @@ async def test_a_failure_after_the_first_token_never_samples_it_again(
 ) -> None:
     honest = lenient.targets[0]
     undisturbed = await collect(lenient.stub.Generate(generate_request(prefill_targets=[honest])))
-    async with lying_prefill(honest, _first_token_only, then_fail=status) as (liar, _):
+    async with lying_prefill(honest, first_token_only, then_fail=status) as (liar, _):
         reply = await collect(lenient.stub.Generate(generate_request(prefill_targets=[liar])))
     assert reply.token_ids == undisturbed.token_ids
 

@@ -104,3 +104,11 @@ def test_status_of_a_living_process(tmp_path: Path) -> None:
         assert check_redis_url(f"redis://{HOST}:{port}/0") is None
     finally:
         end(run, {}, lambda name, what: None)
+
+
+@pytest.mark.parametrize("url", ["redis://:secret@127.0.0.1:abc", "redis://[::1", "http://127.0.0.1"])
+def test_what_is_no_redis_url_is_said_to_be_none(url: str) -> None:
+    trouble = check_redis_url(url)
+    assert trouble is not None
+    assert "URL" in trouble
+    assert "secret" not in trouble

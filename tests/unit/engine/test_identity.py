@@ -28,7 +28,10 @@ def test_weights_tokenizer_and_configuration_each_count(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5}))
     seen.add(make_identity(folder, "m", LAYOUT).fingerprint)
-    assert len(seen) == 4
+    for weights in (b"weights", b"other weights"):
+        (folder / "pytorch_model.bin").write_bytes(weights)
+        seen.add(make_identity(folder, "m", LAYOUT).fingerprint)
+    assert len(seen) == 6
 
 
 def test_where_it_came_from_does_not(folder: Path) -> None:

@@ -2,13 +2,16 @@
 
 import asyncio
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 
-from services.engine.errors import EngineStopped, InvalidKvPage, SequenceReleased, UnsupportedModel
+from services.engine.config import EngineConfig
+from services.engine.errors import EngineStopped, InvalidKvPage, SequenceReleased
 from services.engine.interface import Sequence
 from services.engine.loop import HfEngine
-from services.engine.request import ChunkComputed, FirstTokenSampled, SubmitMode
+from services.engine.request import ChunkComputed, FirstTokenSampled, SampledToken, SubmitMode
 from tests.unit.engine.tiny_models import (
     FAMILIES,
     complete,
@@ -144,6 +147,11 @@ async def test_an_incomplete_sequence_cannot_join(llama: Path) -> None:
             sequence.import_kv(1, 2, 0, 2, zeros)
         with pytest.raises(InvalidKvPage, match="NaN"):
             sequence.import_kv(1, 2, 0, 3, memoryview(b"\xff" * len(zeros)))
+        huge = torch.full((len(zeros) // 4,), 3e38)  # padding of others would read it: 3e38 x query - inf
+        with pytest.raises(InvalidKvPage, match="above"):
+            sequence.import_kv(1, 2, 0, 3, memoryview(huge.numpy().tobytes()))
+        with pytest.raises(InvalidKvPage, match="none of the model's"):
+            sequence.accept_first_token(SampledToken(4_000_000_000))
         sequence.release()
         with pytest.raises(SequenceReleased):
             sequence.import_kv(1, 2, 0, 3, zeros)
@@ -185,7 +193,20 @@ async def test_stop_strings_and_stop_tokens_end_a_reply(llama: Path) -> None:
         assert cut == tokens[: tokens.index(tokens[5]) + 1]
 
 
-def test_a_folder_that_is_no_causal_model_is_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(UnsupportedModel, match="causal"):
-        asyncio.run(running_engine(tmp_path).__aenter__())
+class _Broken(HfEngine):
+    """Fails outside the forward pass, as only a fault of its own could make it."""
+
+    def _take_in(self, *step: object) -> NoReturn:
+        raise RuntimeError("scripted")
+
+
+async def test_an_engine_whose_thread_dies_leaves_nobody_waiting(llama: Path) -> None:
+    engine = _Broken(EngineConfig(model=llama, model_name="tiny"))
+    await engine.start()
+    sequence = engine.submit(make_request(PROMPTS[1], 4), SubmitMode.LOCAL)
+    async with asyncio.timeout(10):
+        await engine.failed()
+    with pytest.raises(EngineStopped):
+        await anext(sequence.events())
+    with pytest.raises(EngineStopped):
+        engine.submit(make_request(PROMPTS[1], 4), SubmitMode.LOCAL)

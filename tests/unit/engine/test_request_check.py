@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,10 +39,13 @@ def check(prompt: tuple[int, ...] = (1, 2), mode: SubmitMode = SubmitMode.LOCAL,
         ("top_p", {"top_p": 1.1}),
         ("min_p", {"min_p": 2.0}),
         ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("repetition_penalty", {"repetition_penalty": 1e-300}),
+        ("repetition_penalty", {"repetition_penalty": float("inf")}),
         ("presence_penalty", {"presence_penalty": float("inf")}),
         ("frequency_penalty", {"frequency_penalty": float("nan")}),
         ("logit_bias", {"logit_bias": ((50, 1.0),)}),
         ("logit_bias", {"logit_bias": ((1, float("nan")),)}),
+        ("logit_bias", {"logit_bias": ((1, 1e39),)}),
         ("stop_token_ids", {"stop_token_ids": (50,)}),
         ("stop", {"stop": ("",)}),
     ],
@@ -66,3 +70,16 @@ def test_a_reply_that_can_never_fit_the_pool_is_refused_by_the_field_at_fault() 
     with pytest.raises(PromptTooLong) as caught:
         check(prompt=(1,) * 41, mode=SubmitMode.PREFILL_ONLY)
     assert caught.value.field == "prompt_token_ids"
+
+
+def test_positions_that_the_model_does_not_have_are_never_computed() -> None:
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=(1,),
+        generated_token_ids=(2,) * 99,
+        sampling=SamplingParams(max_tokens=200),
+    )
+    info = replace(INFO, num_blocks=100)
+    check_request(request, SubmitMode.LOCAL, info, vocab_size=50)  # ends at once, with nothing computed
+    with pytest.raises(PromptTooLong):
+        check_request(request, SubmitMode.PREFILL_ONLY, info, vocab_size=50)

@@ -98,3 +98,8 @@ def test_min_tokens_bars_the_end() -> None:
     logits[0, 3] = 50.0
     assert token(logits, row(position=7, prompt=4, min_tokens=4)) != 3
     assert token(logits, row(position=8, prompt=4, min_tokens=4)) == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-307, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    assert token(LOGITS, row(temperature=temperature)) == int(LOGITS.argmax())

@@ -27,6 +27,7 @@ class Bench:
         given = {"max_num_seqs": 8, "max_queue_len": 8, "max_batched_tokens": 16, "prefill_chunk": 8} | limits
         self.scheduler = Scheduler(BlockManager(num_blocks), block_size=4, **given)
         self.max_model_len = 1000
+        self.vocab_size = 1000
         self.eos_token_ids = frozenset({0})
         self.cache = KvCache(KvLayout(num_layers=1, num_kv_heads=1, head_size=1), num_blocks, 4)
         self._lock = threading.RLock()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.engine.config import EngineConfig
-from services.engine.errors import InvalidKvPage
-from services.engine.request import ChunkComputed, FirstTokenSampled, SubmitMode
+from services.engine.errors import InvalidKvPage, UnsupportedModel
+from services.engine.request import ChunkComputed, FirstTokenSampled, SampledToken, SubmitMode
+from services.engine.sequence import SequenceState
 from services.engine.sim import REPLY_LENGTH, SimEngine
 from services.engine.sim_model import REPLY_TEXT, write_sim_model
 from tests.unit.engine.tiny_models import complete, make_request
@@ -63,3 +64,29 @@ async def test_pages_in_the_wrong_place_are_noticed(engine: SimEngine) -> None:
         target.join()
     source.release()
     target.release()
+
+
+async def test_a_join_makes_room_for_the_next_reservation(tmp_path: Path) -> None:
+    write_sim_model(tmp_path)
+    config = EngineConfig(
+        model=tmp_path, model_name="sim", kv_memory_bytes=16 * 16 * 128, sim_token_ms=60_000, sim_jitter_ms=0
+    )
+    engine = SimEngine(config)
+    await engine.start()
+    source = engine.submit(make_request(range(64), 5), SubmitMode.PREFILL_ONLY)
+    first, second = (engine.submit(make_request(range(64), 50), SubmitMode.HANDOFF) for _ in range(2))
+    await first.reserved()
+    assert second.state is SequenceState.WAITING, "both fit into half the pool"
+    await anext(source.events())
+    first.import_kv(0, 2, 0, 64, memoryview(source.export_kv(0, 2, 0, 64).numpy().tobytes()))
+    first.accept_first_token(SampledToken(70))
+    first.join()
+    async with asyncio.timeout(5):
+        await second.reserved()
+    await engine.close()
+
+
+async def test_a_folder_without_the_shape_of_a_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 10}')
+    with pytest.raises(UnsupportedModel, match="head_dim"):
+        SimEngine(EngineConfig(model=tmp_path, model_name="sim"))
