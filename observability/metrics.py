@@ -110,7 +110,9 @@ class Metrics:
         )
         counter = meter.create_counter
         self._tokens = counter(semconv.TOKENS, "", "Tokens of finished replies.")
-        self._kv_bytes = counter(semconv.KV_TRANSFER_BYTES, semconv.BYTES, "KV cache moved between workers.")
+        self._kv_bytes = counter(
+            semconv.KV_TRANSFER_BYTES, semconv.BYTES, "KV cache taken over from prefill workers."
+        )
         self._attempts = counter(semconv.PREFILL_ATTEMPTS, "", "Calls to prefill workers, by outcome.")
         self._events = counter(semconv.LOG_APPENDED_EVENTS, "", "Events appended to the log.")
         self._retries = counter(semconv.RETRIES, "", "Generations continued elsewhere, by reason.")
@@ -203,11 +205,10 @@ class Metrics:
         """Counts one call to a prefill worker."""
         self._attempts.add(1, {semconv.BATON_OUTCOME: self._outcome(outcome)})
 
-    def kv_transfer(self, num_bytes: int, seconds: float, direction: str) -> None:
-        """Records one completed transfer of a sequence's KV cache; `direction` is sent or received."""
-        attributes = {semconv.BATON_DIRECTION: "sent" if direction == "sent" else "received"}
-        self._kv_bytes.add(num_bytes, attributes)
-        self._kv_duration.record(seconds, attributes)
+    def kv_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Records one sequence's KV cache, received whole; `seconds` from its first token on."""
+        self._kv_bytes.add(num_bytes)
+        self._kv_duration.record(seconds)
 
     def observe_handoff(self, stages: HandoffStages) -> None:
         """Records a handoff gap, as a whole and by stage."""
@@ -227,12 +228,12 @@ class Metrics:
             self._watch(name, description, value)
         self._watch_total(
             semconv.ENGINE_PROMPT_TOKENS_COMPUTED,
-            "Context tokens run through the model, not found in the cache.",
+            "Prompt tokens run through this worker's model.",
             lambda: load().prompt_tokens_computed,
         )
         self._watch_total(
             semconv.ENGINE_TOKENS_RECOMPUTED,
-            "Tokens run again after preemption.",
+            "Tokens run again: after a preemption, or of a continuation.",
             lambda: load().tokens_recomputed,
         )
 

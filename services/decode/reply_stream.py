@@ -6,6 +6,7 @@ One span covers decoding as a whole; there is none per token.
 from grpc import aio
 
 from baton.v1 import decode_pb2
+from observability import semconv
 from observability.telemetry import Telemetry
 from observability.timings import HandoffStages
 from services.decode.handoff import HandoffReport
@@ -34,7 +35,13 @@ class ReplyStream:
                 if isinstance(event, TextGenerated):
                     await context.write(decode_pb2.GenerateMessage(delta=self._delta(event)))
                 elif isinstance(event, SequenceFinished):
-                    span.set_attribute("baton.generated_tokens", event.num_generated_tokens)
+                    span.set_attributes(
+                        {
+                            semconv.BATON_GENERATED_TOKENS: event.num_generated_tokens,
+                            semconv.BATON_PREFILL_TARGET: self._report.target,
+                            semconv.BATON_PREFILL_ATTEMPTS: self._report.attempts,
+                        }
+                    )
                     await context.write(decode_pb2.GenerateMessage(finished=self._finished(event)))
 
     def _delta(self, event: TextGenerated) -> decode_pb2.Delta:

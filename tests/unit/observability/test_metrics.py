@@ -109,10 +109,11 @@ def test_the_workers_metrics(telemetry: Telemetry) -> None:
     metrics = telemetry.metrics
     metrics.prefill_attempt("ok")
     metrics.prefill_attempt("error")
-    metrics.kv_transfer(1 << 20, 0.004, "received")
+    metrics.kv_transfer(1 << 20, 0.004)
     metrics.observe_handoff(HandoffStages(kv_transfer=4.0, join=1.0, first_step=15.0))
     assert value(telemetry, "baton_prefill_attempts_total", baton_outcome="ok") == 1
-    assert value(telemetry, "baton_kv_transfer_size_bytes_total", baton_direction="received") == 1 << 20
+    assert value(telemetry, "baton_kv_transfer_size_bytes_total") == 1 << 20
+    assert value(telemetry, "baton_kv_transfer_duration_seconds_sum") == pytest.approx(0.004)
     assert value(telemetry, "baton_handoff_duration_seconds_sum") == pytest.approx(0.02)
     stage = "baton_handoff_stage_duration_seconds_sum"
     assert value(telemetry, stage, baton_stage="kv_transfer") == pytest.approx(0.004)
