@@ -1,8 +1,8 @@
 """One worker as a gateway sees it: its channel, its identity, its live load, whether it is there.
 
 Invariant: a worker is up only while its load stream speaks; one that is silent for `SILENCE_S` counts
-as gone, and every call to it is told (`lost`). A process that comes back on the same address, as
-another instance, is up again once it has introduced itself.
+as gone, and every call to it is told (`lost`). A process that comes back on the same address is up
+again once it has introduced itself.
 Must not know: which worker is the better choice, replies.
 """
 

@@ -77,7 +77,7 @@ class Worker:
         """The load now, then whenever it changes, and once a second as a sign of life.
 
         Args:
-            interval_ms: shortest time between two messages; 0 takes the default.
+            interval_ms: how often to look for a change; 0 takes the default.
         """
         interval_s = max(interval_ms / 1000, 0.01) if interval_ms else _LOAD_INTERVAL_S
         sent: common_pb2.Load | None = None
