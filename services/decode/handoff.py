@@ -6,7 +6,7 @@ its own first token is discarded; a worker that fails costs time, never text.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 from grpc import StatusCode, aio
@@ -36,7 +36,6 @@ class HandoffReport:
     prefill_queue_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer: Transfer | None = None
-    started: float = field(default_factory=time.monotonic)
 
 
 class Handoff:
@@ -63,6 +62,7 @@ class Handoff:
         self._report = report
         self._time_remaining = time_remaining
         self._has_first_token = False
+        self._reserved_at = 0.0  # monotonic; what came before is `decode_queue`
         self._tracer = worker.telemetry.tracer
 
     async def run(self) -> None:
@@ -72,6 +72,7 @@ class Handoff:
         """
         with self._tracer.start_as_current_span("queue"):
             await self._sequence.reserved()
+        self._reserved_at = time.monotonic()
         if not self._sequence.awaits_kv:
             return  # a continuation whose tokens already meet an end condition
         failures: list[str] = []
@@ -92,6 +93,8 @@ class Handoff:
             )
         self._report.attempts += 1
         self._report.target = "local"
+        if not self._has_first_token:
+            self._report.prefill_queue_ms = self._lost_ms(time.monotonic())
         self._sequence.compute_locally()
 
     async def _attempt(self, target: str) -> None:
@@ -125,11 +128,13 @@ class Handoff:
         self._has_first_token = True
         report = self._report
         report.target = target
-        # Time lost on workers that failed is time spent waiting for one that works.
-        lost_ms = (began - report.started) * _MS if report.attempts > 1 else 0.0
-        report.prefill_queue_ms = message.timings.queue_ms + lost_ms
+        report.prefill_queue_ms = message.timings.queue_ms + self._lost_ms(began)
         report.prefill_ms = message.timings.prefill_ms
         trace.get_current_span().add_event("first_token")
+
+    def _lost_ms(self, until: float) -> float:
+        """Time spent on workers that failed is time spent waiting for one that works."""
+        return (until - self._reserved_at) * _MS
 
     def _prefill_request(self) -> prefill_pb2.PrefillRequest:
         request = self._request

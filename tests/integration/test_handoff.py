@@ -110,6 +110,19 @@ async def test_a_spare_replaces_a_worker_that_is_not_there(cluster: Cluster) -> 
     assert reply.first_timings.prefill_target == cluster.targets[0]
 
 
+async def test_waiting_for_blocks_counts_once_when_a_prefill_worker_fails(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, max_num_seqs=1, sim_token_ms=5.0) as cluster:
+        ahead = cluster.stub.Generate(generate_request(prefill_targets=cluster.targets))
+        await ahead.read()
+        targets = [closed_port(), *cluster.targets]
+        behind = cluster.stub.Generate(generate_request("reply-bbbbbbbbbbbbbbbb", prefill_targets=targets))
+        _, reply = await asyncio.gather(collect(ahead), collect(behind))
+    assert reply.first_timings is not None
+    assert reply.first_timings.prefill_attempts == 2
+    assert reply.first_timings.decode_queue_ms > 100
+    assert 0 < reply.first_timings.prefill_queue_ms < reply.first_timings.decode_queue_ms / 2
+
+
 async def test_without_any_prefill_worker_a_strict_decode_refuses_before_admission(cluster: Cluster) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await collect(cluster.stub.Generate(generate_request()))
@@ -121,6 +134,8 @@ async def test_without_any_prefill_worker_a_lenient_decode_runs_the_prompt(lenie
     reply = await collect(lenient.stub.Generate(generate_request(prefill_targets=[closed_port()])))
     assert len(reply.token_ids) == 40
     assert lenient.decode[0].worker.load().prompt_tokens_computed == 100
+    assert reply.first_timings is not None
+    assert reply.first_timings.prefill_queue_ms > 0  # the lost attempt
 
 
 @pytest.mark.parametrize("tamper", LIES, ids=lambda lie: lie.__name__)
