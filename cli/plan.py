@@ -71,7 +71,7 @@ def make_plan(options: StackOptions, model: Path, environment: Mapping[str, str]
     if options.decode < 1 or options.gateways < 1 or options.prefill < 0:
         raise CommandError("a stack needs at least one decode worker and one gateway")
     ports.check_free(options.port, options.gateways)
-    redis_url, redis_launches, notices = _plan_redis(options, environment)
+    redis = _plan_redis(options, environment)
     free = ports.pick(num_prefill + options.decode)
     prefill = [f"{ports.HOST}:{port}" for port in free[:num_prefill]]
     decode = [f"{ports.HOST}:{port}" for port in free[num_prefill:]]
@@ -86,19 +86,19 @@ def make_plan(options: StackOptions, model: Path, environment: Mapping[str, str]
         "BATON_SIM_SEED": str(options.sim_seed),
     }
     gateway = shared | {
-        "BATON_REDIS_URL": redis_url,
+        "BATON_REDIS_URL": redis.url,
         "BATON_DECODE_WORKERS": ",".join(decode),
         "BATON_PREFILL_WORKERS": ",".join(prefill),
     }
     gateways = [f"{ports.HOST}:{options.port + n}" for n in range(options.gateways)]
     return Plan(
         (
-            *redis_launches,
+            *redis.launches,
             *_launches("prefill", "services.prefill", prefill, worker),
             *_launches("decode", "services.decode", decode, worker),
             *_launches("gateway", "gateway", gateways, gateway),
         ),
-        notices,
+        redis.notices,
     )
 
 
@@ -120,13 +120,19 @@ def _launches(role: str, module: str, addresses: list[str], variables: dict[str,
     ]
 
 
-def _plan_redis(
-    options: StackOptions, environment: Mapping[str, str]
-) -> tuple[str, tuple[Launch, ...], tuple[str, ...]]:
-    """The URL for the gateways, the Redis to start, and a notice if there is none."""
+@dataclass(frozen=True, slots=True)
+class _Redis:
+    """The Redis of a stack: its URL (empty for none), what to start for it, what to say about it."""
+
+    url: str
+    launches: tuple[Launch, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def _plan_redis(options: StackOptions, environment: Mapping[str, str]) -> _Redis:
     given = environment.get("BATON_REDIS_URL")
     if given:
-        return given, (), ("event log: the Redis of BATON_REDIS_URL",)
+        return _Redis(given, notices=("event log: the Redis of BATON_REDIS_URL",))
     binary = shutil.which("redis-server", path=environment.get("PATH"))
     if given is None and binary:
         address = f"{ports.HOST}:{ports.pick(1)[0]}"
@@ -135,9 +141,9 @@ def _plan_redis(
         launch = Launch(
             "redis-0", address, (*command, "--dir", ".run", "--maxmemory-policy", "noeviction"), {}
         )
-        return f"redis://{address}/0", (launch,), ()
+        return _Redis(f"redis://{address}/0", (launch,))
     why = "BATON_REDIS_URL is empty" if given == "" else "redis-server is not installed"
     if options.gateways > 1:
         raise CommandError(f"{why}: several gateways can share replies only through Redis")
     notice = f"event log: in memory, because {why}. Streams can be resumed only while this gateway lives"
-    return "", (), (notice,)
+    return _Redis("", notices=(notice,))

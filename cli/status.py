@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from cli.probes import probe
+from cli.probes import Answer, probe
 from cli.run_folder import Entry, RunFolder
 
 
@@ -42,11 +42,7 @@ def read_status(run: RunFolder) -> list[Row]:
 
 
 def _read_row(entry: Entry) -> Row:
-    if not entry.record.is_alive():
-        return _row(entry, ready=False, detail=f"died; see {entry.log}")
-    if not entry.address:
-        return _row(entry, ready=False, detail="its address is lost; stop it with `baton down`")
-    answer = probe(entry.role, entry.address)
+    answer = _ask(entry)
     return Row(
         entry.role,
         entry.number,
@@ -63,11 +59,12 @@ def _read_row(entry: Entry) -> Row:
     )
 
 
-def _row(entry: Entry, *, ready: bool, detail: str) -> Row:
-    pid = entry.record.pid
-    return Row(
-        entry.role, entry.number, entry.address, pid, ready, None, None, None, None, None, None, detail
-    )
+def _ask(entry: Entry) -> Answer:
+    if not entry.record.is_alive():
+        return Answer(ready=False, detail=f"died; see {entry.log}")
+    if not entry.address:
+        return Answer(ready=False, detail="its address is lost; stop it with `baton down`")
+    return probe(entry.role, entry.address)
 
 
 def print_json(rows: Sequence[Row]) -> None:
