@@ -140,6 +140,12 @@ SHAPES: dict[type[GatewayError], ErrorShape] = {
     DeadlineExceeded: ErrorShape(504, "server_error", "timeout"),
 }
 
+
+def headers_for(status: int) -> dict[str, str]:
+    """What goes with a status, for an error read back from a log, which keeps no more than that."""
+    return next((dict(shape.headers) for shape in SHAPES.values() if shape.status == status), {})
+
+
 RPC_ERRORS: dict[grpc.StatusCode, type[GatewayError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,

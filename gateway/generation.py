@@ -33,7 +33,6 @@ from observability import semconv
 from observability.telemetry import Telemetry
 
 _ID_BITS = 160
-_SEED_MASK = 2**64 - 1
 _FIRST_EPOCH = 1
 
 _W3C = TraceContextTextMapPropagator()
@@ -191,7 +190,7 @@ class Generations:
             format_options=spec.format_options,
             request=spec.as_dict(),
             prompt_token_ids=spec.prompt_token_ids,
-            seed=seed & _SEED_MASK,
+            seed=seed,
             traceparent=headers.get("traceparent", ""),
             on_disconnect=spec.on_disconnect,
             created=int(time.time()),

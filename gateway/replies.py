@@ -29,9 +29,7 @@ from gateway.events import Event
 from gateway.following import follow_from, until_logged
 from gateway.group_commit import GroupCommit
 from gateway.leases import lapsed_lease
-from gateway.owned_reply import OwnedReply, ReplyClosed, StopReason
-
-__all__ = ["OwnedReply", "ReplyClosed", "ReplyHub", "StopReason"]
+from gateway.owned_reply import OwnedReply, ReplyClosed
 
 _log = logging.getLogger(__name__)
 

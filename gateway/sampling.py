@@ -57,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplySpec:
-    """One request, ready to be generated. `seed` None: the gateway draws one."""
+    """One request, ready to be generated. `seed`: 64 bits unsigned; None: the gateway draws one."""
 
     model: str
     fingerprint: str

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.chat_spec import make_spec
 from gateway.context import Gateway, gateway_of
-from gateway.errors import SHAPES, Unavailable, from_log
+from gateway.errors import Unavailable, from_log, headers_for
 from gateway.event_log import EventLogError
 from gateway.event_stream import HEADERS, EventStream
 from gateway.formats.chat import ChatFold, ChatFormat, error_json
@@ -90,8 +90,7 @@ async def _buffered(gateway: Gateway, request: Request, reply: OwnedReply) -> Re
     if fold.error is None:
         return JSONResponse(fold.body(), headers=location)
     status = fold.error["status"]
-    retry = next((shape.headers for shape in SHAPES.values() if shape.status == status), ())
-    return JSONResponse({"error": error_json(fold.error)}, status, headers={**location, **dict(retry)})
+    return JSONResponse({"error": error_json(fold.error)}, status, headers=location | headers_for(status))
 
 
 async def _fold(gateway: Gateway, reply: OwnedReply) -> ChatFold:
