@@ -1,16 +1,16 @@
-"""Settings of a gateway process, from `BATON_*` variables, parsed once and frozen.
+"""Settings of a gateway process: what each `BATON_*` variable may be; `services/environment.py` reads them.
 
-Invariant: a bad value stops the process with the variable's name and the way out; nothing else in
-the gateway reads the environment. `load` is the only way in.
+Invariant: nothing else in `gateway/` reads the environment.
 """
 
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import BeforeValidator, Field, field_validator
+from pydantic_settings import NoDecode
+
+from services.environment import Address, ProcessSettings
 
 
 class KeepaliveMode(StrEnum):
@@ -23,26 +23,17 @@ class KeepaliveMode(StrEnum):
     OFF = "off"
 
 
-def _check_address(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(f"{address!r} is not host:port; write for example 127.0.0.1:50051")
-    return address
-
-
 def _split(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
 
 
-class GatewaySettings(BaseSettings):
+class GatewaySettings(ProcessSettings):
     """One gateway process. Durations in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="ignore")
-
-    listen: str = "127.0.0.1:8000"
+    listen: Address = "127.0.0.1:8000"
     redis_url: str = ""  # empty: replies live in this process's memory
     model: Path = Field(description="folder with tokenizer.json and chat_template.jinja")
     decode_workers: Addresses = Field(min_length=1)
@@ -65,17 +56,12 @@ class GatewaySettings(BaseSettings):
     max_consumers: int = Field(64, ge=1)  # streams of one reply at this gateway; above it: 429
     max_replies: int = Field(4096, ge=1)  # being generated at once; above it: 429
 
-    @field_validator("listen")
-    @classmethod
-    def _listen_is_address(cls, value: str) -> str:
-        return _check_address(value)
-
     @field_validator("decode_workers", "prefill_workers")
     @classmethod
-    def _workers_are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
             raise ValueError("names a worker twice")
-        return tuple(_check_address(address) for address in value)
+        return value
 
     @field_validator("redis_url")
     @classmethod
@@ -101,15 +87,3 @@ class GatewaySettings(BaseSettings):
                 f"{value} is not a file; write one key a line, or unset it to serve without keys"
             )
         return value
-
-    @classmethod
-    def load(cls) -> Self:
-        """Parses the environment; on a bad value prints each variable at fault and exits with 2."""
-        try:
-            return cls()
-        except ValidationError as error:
-            for fault in error.errors():
-                name = f"BATON_{fault['loc'][0]}".upper() if fault["loc"] else "BATON_*"
-                given = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
-                print(f"{name}: {fault['msg']}{given}", file=sys.stderr)
-            raise SystemExit(2) from None

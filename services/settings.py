@@ -1,15 +1,11 @@
-"""Settings of a worker process, from `BATON_*` variables, parsed once and frozen.
+"""Settings of a worker process: what each `BATON_*` variable may be; `environment.py` reads them."""
 
-A bad value stops the process with the variable's name: `load` is the only way in.
-"""
-
-import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, field_validator
+
+from services.environment import Address, ProcessSettings
 
 
 class LocalPrefill(StrEnum):
@@ -27,12 +23,10 @@ class EngineKind(StrEnum):
     SIM = "sim"
 
 
-class WorkerSettings(BaseSettings):
+class WorkerSettings(ProcessSettings):
     """One prefill or decode process."""
 
-    model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="ignore")
-
-    listen: str = "127.0.0.1:0"
+    listen: Address = "127.0.0.1:0"
     model: Path = Field(description="folder of a Hugging Face model")
     model_name: str = ""  # empty: the folder's name
     engine: EngineKind = EngineKind.HF
@@ -53,28 +47,9 @@ class WorkerSettings(BaseSettings):
     sim_jitter_ms: float = Field(8.0, ge=0)
     sim_seed: int = 42
 
-    @field_validator("listen")
-    @classmethod
-    def _host_and_port(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError("must be host:port, for example 127.0.0.1:50051")
-        return value
-
     @field_validator("model")
     @classmethod
     def _is_folder(cls, value: Path) -> Path:
         if not (value / "config.json").is_file():
             raise ValueError(f"{value} is not a model folder: it has no config.json")
         return value
-
-    @classmethod
-    def load(cls) -> Self:
-        """Parses the environment; on a bad value prints each variable at fault and exits with 2."""
-        try:
-            return cls()
-        except ValidationError as error:
-            for fault in error.errors():
-                name = "BATON_" + "_".join(str(part) for part in fault["loc"]).upper()
-                print(f"{name}: {fault['msg']} (got {fault['input']!r})", file=sys.stderr)
-            raise SystemExit(2) from None

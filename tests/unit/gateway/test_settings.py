@@ -1,0 +1,52 @@
+"""A gateway reads its variables once; a bad value stops it with the variable's name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LOAD = "from gateway.settings import GatewaySettings; print(GatewaySettings.load().model_dump_json())"
+
+
+def load(model: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    environment |= {"BATON_MODEL": str(model), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_lists_and_durations_are_parsed(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = load(tmp_path, BATON_DECODE_WORKERS="127.0.0.1:1, 127.0.0.1:2", BATON_LEASE_S="0.5")
+    assert result.returncode == 0, result.stderr
+    assert '"decode_workers":["127.0.0.1:1","127.0.0.1:2"]' in result.stdout
+    assert '"lease_s":0.5' in result.stdout
+
+
+def test_every_bad_value_is_named_at_once(tmp_path: Path) -> None:
+    bad = {
+        "BATON_LISTEN": "8000",
+        "BATON_DECODE_WORKERS": "127.0.0.1:1,nowhere",
+        "BATON_PREFILL_WORKERS": "127.0.0.1:1,127.0.0.1:1",
+        "BATON_REDIS_URL": "http://127.0.0.1",
+        "BATON_LEASE_S": "0",
+        "BATON_KEEPALIVE_MODE": "sometimes",
+        "BATON_REQUIRE_LOG": "perhaps",
+        "BATON_API_KEYS_FILE": "/nowhere/at/all",
+    }
+    result = load(tmp_path, **bad)
+    assert result.returncode == 2
+    assert {line.partition(":")[0] for line in result.stderr.splitlines()} == {*bad, "BATON_MODEL"}
+
+
+def test_a_missing_value_is_named_without_a_word_about_what_was_given(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = load(tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "BATON_DECODE_WORKERS: Field required\n"
