@@ -16,6 +16,7 @@ from gateway.errors import GatewayError
 from observability import semconv
 
 _W3C = TraceContextTextMapPropagator()
+_MAX_TRACESTATE = 512  # characters that W3C asks to pass on; gRPC refuses calls with many more
 
 
 def start_server_span(tracer: Tracer, request: Request, route: str, linked_to: str = "") -> Span:
@@ -26,11 +27,19 @@ def start_server_span(tracer: Tracer, request: Request, route: str, linked_to: s
         links.append(Link(trace.get_current_span(context).get_span_context()))
     return tracer.start_span(
         f"{request.method} {route}",
-        _W3C.extract(dict(request.headers), Context()),
+        _W3C.extract(_carrier(request), Context()),
         SpanKind.SERVER,
         {semconv.HTTP_REQUEST_METHOD: request.method, semconv.HTTP_ROUTE: route},
         links,
     )
+
+
+def _carrier(request: Request) -> dict[str, str]:
+    """The caller's trace headers, without a state too large to travel on in metadata."""
+    headers = {name: request.headers.get(name, "") for name in ("traceparent", "tracestate")}
+    if len(headers["tracestate"]) > _MAX_TRACESTATE:
+        del headers["tracestate"]
+    return headers
 
 
 @contextmanager

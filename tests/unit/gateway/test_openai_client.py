@@ -73,3 +73,18 @@ async def test_a_request_has_a_span_until_its_stream_ends_and_a_resume_one_linke
     (link,) = resumed.links
     assert f"00-{link.context.trace_id:032x}-{link.context.span_id:016x}-01" == TRACEPARENT
     assert resumed.context.trace_id != created.context.trace_id
+
+
+@pytest.mark.parametrize(("num_entries", "kept"), [(1, 1), (32, 0)])
+async def test_a_trace_state_too_large_for_grpc_is_not_passed_on(
+    world: Served, num_entries: int, kept: int
+) -> None:
+    state = ",".join(f"key{number}={'v' * 250}" for number in range(num_entries))
+    traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    await world.http.post(
+        "/v1/chat/completions", json=QUESTION, headers={"traceparent": traceparent, "tracestate": state}
+    )
+    await eventually(lambda: len(world.spans.get_finished_spans()) == 1)
+    (span,) = world.spans.get_finished_spans()
+    assert f"{span.context.trace_id:032x}" == "a" * 32
+    assert len(span.context.trace_state) == kept
