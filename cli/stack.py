@@ -7,6 +7,7 @@ started is stopped again.
 import time
 from collections.abc import Callable, Mapping
 
+from cli import interrupts
 from cli.errors import CommandError, StartFailed
 from cli.plan import Launch, Plan
 from cli.probes import Answer, probe
@@ -40,23 +41,28 @@ def start(
 
     Raises:
         StartFailed: a process died or was not ready in time; nothing is left running.
+        KeyboardInterrupt: on SIGINT, SIGTERM or SIGHUP; the same.
     """
     entries: list[Entry] = []
-    try:
-        for planned in plan.launches:
-            run.log_path(planned.name).unlink(missing_ok=True)
-            entries.append(launch(run, planned, environment))
-            progress(planned.name, "started")
-        _wait_ready(entries, timeout_s, progress)
-    except BaseException:
-        stop([entry.record for entry in entries], drain_s=2.0)
-        for entry in entries:
-            run.forget(entry.name)
-        raise
+    with interrupts.held_back() as raise_if_interrupted:
+        try:
+            for planned in plan.launches:
+                run.log_path(planned.name).unlink(missing_ok=True)
+                entries.append(launch(run, planned, environment))
+                progress(planned.name, "started")
+                raise_if_interrupted()
+            _wait_ready(entries, timeout_s, progress, raise_if_interrupted)
+        except BaseException:
+            stop([entry.record for entry in entries], drain_s=2.0)
+            for entry in entries:
+                run.forget(entry.name)
+            raise
     return entries
 
 
-def _wait_ready(entries: list[Entry], timeout_s: float, progress: Progress) -> None:
+def _wait_ready(
+    entries: list[Entry], timeout_s: float, progress: Progress, raise_if_interrupted: Callable[[], None]
+) -> None:
     deadline = time.monotonic() + timeout_s
     waiting = list(entries)
     answers: dict[str, Answer] = {}
@@ -66,6 +72,7 @@ def _wait_ready(entries: list[Entry], timeout_s: float, progress: Progress) -> N
             if not entry.record.is_alive():
                 raise StartFailed(f"{entry.name} died before it was ready ({entry.log})", log_tail(entry))
         for entry in list(waiting):
+            raise_if_interrupted()
             answers[entry.name] = probe(entry.role, entry.address)
             # A gateway could begin with some of its workers; what `up` promises is all of them.
             if answers[entry.name].ready and not answers[entry.name].num_unseen:

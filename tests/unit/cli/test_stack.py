@@ -72,6 +72,23 @@ def test_one_that_never_gets_ready_is_named(run: RunFolder) -> None:
     assert run.entries() == []
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["started", "ready"])
+def test_an_interrupt_at_any_moment_leaves_nothing(
+    run: RunFolder, signum: signal.Signals, moment: str
+) -> None:
+    def interrupt(name: str, what: str) -> None:
+        if what == moment:
+            os.kill(os.getpid(), signum)
+
+    idle = python_launch("gateway-0", "import time; time.sleep(600)")
+    handler = signal.getsignal(signum)
+    with pytest.raises(KeyboardInterrupt):
+        stack.start(run, Plan((redis_launch(0), idle), ()), os.environ, 20, interrupt)
+    assert stack.running(run) == run.entries() == []
+    assert signal.getsignal(signum) is handler
+
+
 def test_end_after_a_crash_knows_strangers_from_its_own(run: RunFolder, tmp_path: Path) -> None:
     """One process was killed, and its PID now belongs to somebody else."""
     entries = stack.start(run, Plan((redis_launch(0), redis_launch(1)), ()), os.environ, 20, quiet)
