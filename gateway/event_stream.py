@@ -17,10 +17,10 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.event_log import EventLogError
 from gateway.events import Event, EventKind
 from gateway.formats import Format
+from gateway.keepalive import KEEPALIVES, KeepaliveMode
 from gateway.replies import ReplyHub
 from gateway.server import ABORT
-from gateway.settings import KeepaliveMode
-from gateway.sse import KEEPALIVES, encode_event
+from gateway.sse import encode_event
 from observability.metrics import Metrics
 
 log = structlog.get_logger()

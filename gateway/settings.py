@@ -3,24 +3,14 @@
 Invariant: nothing else in `gateway/` reads the environment.
 """
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
+from gateway.keepalive import KeepaliveMode
 from services.environment import Address, ProcessSettings
-
-
-class KeepaliveMode(StrEnum):
-    """What is written on a silent stream. FORMAT leaves it to the format."""
-
-    FORMAT = ""
-    COMMENT_LINE = "comment-line"
-    COMMENT_BLOCK = "comment-block"
-    PING = "ping"
-    OFF = "off"
 
 
 def _split(value: Any) -> Any:

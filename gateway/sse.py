@@ -1,4 +1,4 @@
-"""Server-Sent Events on the wire: frames, event IDs, cursors and keepalives.
+"""Server-Sent Events on the wire: frames, event IDs and cursors.
 
 Invariant: a frame is `event:` (where there is a name), one `data:` line, then `id:` last, with LF only:
 some clients store an ID as soon as they read its line, so an ID ahead of its data would lose the event.
@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from gateway.errors import InvalidRequest
 from gateway.events import Event
 from gateway.formats import Format, Frame
-from gateway.settings import KeepaliveMode
 
 RETRY_MS = 1000  # how long a browser waits before it reconnects
-
-KEEPALIVES = {
-    KeepaliveMode.COMMENT_LINE: b": keep-alive\n",  # no blank line: it would dispatch an empty event
-    KeepaliveMode.COMMENT_BLOCK: b": keep-alive\n\n",
-    KeepaliveMode.PING: b'event: ping\ndata: {"type": "ping"}\n\n',
-}
 
 _CURSOR = re.compile(r"([A-Za-z0-9_-]{1,64}):(\d{1,15})(?:\.(\d{1,15}))?", re.ASCII)
 # Some clients take these for ends of lines; in JSON an escape says the same.

@@ -5,11 +5,10 @@ undisturbed one byte for byte. Must not know: HTTP, logs, who reads.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from gateway.event_log import ReplyMeta
 from gateway.events import Event
-from gateway.settings import KeepaliveMode
+from gateway.keepalive import KeepaliveMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +31,3 @@ class Format(Protocol):
     def is_first_frame(self, event: Event) -> bool:
         """Whether this event renders to the first frame of the whole stream."""
         ...
-
-
-def format_named(name: str, meta: ReplyMeta) -> Format | None:
-    """The rendering of a reply by its name in `?format=` or in its meta; None for another name."""
-    from gateway.formats.baton import BatonFormat
-    from gateway.formats.chat import ChatFormat
-
-    options: dict[str, Any] = meta.format_options if name == meta.format else {}
-    if name == "chat":
-        return ChatFormat(meta, include_usage=bool(options.get("include_usage")))
-    if name == "baton":
-        return BatonFormat()
-    return None

@@ -4,7 +4,7 @@ import orjson
 
 from gateway.events import Event, EventKind
 from gateway.formats import Frame
-from gateway.settings import KeepaliveMode
+from gateway.keepalive import KeepaliveMode
 
 
 class BatonFormat:

@@ -9,7 +9,7 @@ import orjson
 from gateway.event_log import ReplyMeta
 from gateway.events import Event, EventKind
 from gateway.formats import Frame
-from gateway.settings import KeepaliveMode
+from gateway.keepalive import KeepaliveMode
 
 DONE = Frame(b"[DONE]")
 _FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "stop"}

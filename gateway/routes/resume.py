@@ -10,7 +10,8 @@ from gateway.context import Gateway
 from gateway.errors import CursorAhead, GatewayError, InvalidRequest, Overloaded, from_log
 from gateway.event_log import EventLogError, ReplyMeta
 from gateway.event_stream import HEADERS, EventStream
-from gateway.formats import Format, format_named
+from gateway.formats import Format
+from gateway.formats.registry import format_named
 from gateway.server_span import end_span, ends_on_error, start_server_span
 from gateway.sse import Cursor
 

@@ -11,10 +11,10 @@ from client.sse import SseDecoder
 from gateway.event_log import LogUnavailable
 from gateway.event_log_memory import MemoryEventLog
 from gateway.event_stream import EventStream, StreamAborted, StreamSettings
+from gateway.keepalive import KeepaliveMode
 from gateway.owned_reply import OwnedReply
 from gateway.replies import ReplyHub
 from gateway.server import ABORT
-from gateway.settings import KeepaliveMode
 from observability.telemetry import build
 from tests.unit.gateway.served_gateway import begin, finish, say
 from tests.unit.gateway.test_sse import META, REPLY_ID, rendering

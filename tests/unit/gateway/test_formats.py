@@ -8,8 +8,9 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.event_log import ReplyMeta
 from gateway.events import Event, EventKind
-from gateway.formats import Format, format_named
+from gateway.formats import Format
 from gateway.formats.chat import ChatFold
+from gateway.formats.registry import format_named
 
 LOGPROBS = [{"token_id": 7, "token": " é", "logprob": -0.5, "top": [[7, " é", -0.5], [8, "x", -1.5]]}]
 

@@ -11,7 +11,8 @@ from client.sse import SseDecoder
 from gateway.errors import InvalidRequest
 from gateway.event_log import ReplyMeta
 from gateway.events import Event, EventKind
-from gateway.formats import Format, format_named
+from gateway.formats import Format
+from gateway.formats.registry import format_named
 from gateway.sse import Cursor, encode_event, parse_cursor
 
 REPLY_ID = "r" * 32
