@@ -167,6 +167,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len or None,
         threads=settings.threads,
+        precision=settings.precision,
         sim_prefill_ms_per_token=settings.sim_prefill_ms_per_token,
         sim_token_ms=settings.sim_token_ms,
         sim_jitter_ms=settings.sim_jitter_ms,

@@ -68,7 +68,7 @@ class Handoff:
     async def run(self) -> None:
         """Returns once the sequence has joined the batch (or runs its prompt here).
 
-        Raises PrefillUnavailable when nobody could, InvalidRequest when a worker refused the prompt.
+        Raises PrefillUnavailable when nobody could, InvalidRequest if a worker refused the prompt then.
         """
         with self._tracer.start_as_current_span("queue"):
             await self._sequence.reserved()
@@ -76,6 +76,7 @@ class Handoff:
         if not self._sequence.awaits_kv:
             return  # a continuation whose tokens already meet an end condition
         failures: list[str] = []
+        refusal: InvalidRequest | None = None
         for target in self._request.prefill_targets:
             try:
                 await self._attempt(target)
@@ -83,11 +84,13 @@ class Handoff:
             except (aio.AioRpcError, InvalidKvPage) as error:
                 failures.append(f"{target}: {_reason(error)}")
                 log.warning("prefill attempt failed", target=target, reason=_reason(error))
-                self._raise_if_final(error)
+                refusal = refusal or _refusal(error)
                 self._sequence.reset_kv()
                 continue
             return
         if self._worker.settings.local_prefill is LocalPrefill.NEVER:
+            if refusal is not None:
+                raise refusal
             raise PrefillUnavailable(
                 "no prefill worker delivered: " + "; ".join(failures or ["none was named"])
             )
@@ -149,12 +152,12 @@ class Handoff:
             max_page_bytes=self._worker.settings.max_page_bytes,
         )
 
-    def _raise_if_final(self, error: Exception) -> None:
-        """A request that one worker finds invalid, every worker will."""
-        if isinstance(error, aio.AioRpcError) and error.code() is StatusCode.INVALID_ARGUMENT:
-            raise InvalidRequest(
-                field_of(error) or "request", error.details() or "refused by prefill"
-            ) from error
+
+def _refusal(error: Exception) -> InvalidRequest | None:
+    """What this worker admitted may be too long for the pool of one and not for that of the next."""
+    if isinstance(error, aio.AioRpcError) and error.code() is StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest(field_of(error) or "request", error.details() or "refused by prefill")
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.engine.precision import Precision
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -15,6 +17,7 @@ class EngineConfig:
         max_batched_tokens: token budget of one step, over all sequences.
         prefill_chunk: most tokens of one prompt in one step.
         threads: torch threads of the process.
+        precision: of the linear layers.
     """
 
     model: Path
@@ -27,6 +30,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     max_model_len: int | None = None
     threads: int = 1
+    precision: Precision = Precision.FP32
     sim_prefill_ms_per_token: float = 0.0
     sim_token_ms: float = 33.0
     sim_jitter_ms: float = 8.0

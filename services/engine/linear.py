@@ -1,6 +1,6 @@
-"""Linear layers with weights packed for the CPU once, at load.
+"""Linear layers with weights packed for the CPU once, at load; `precision.py` says which to take.
 
-Packed layers are faster than `F.linear` and, unlike it, give each row bitwise the same result in any
+The fp32 one is faster than `F.linear` and, unlike it, gives each row bitwise the same result in any
 batch size (measured for 1 to 1,024 rows), which is what lets a reply not depend on its company.
 """
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` without its own copy of the weight."""
+    """`nn.Linear` in fp32, without its own copy of the weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self._weight = packed  # an opaque tensor: no parameter, no buffer
+        # An opaque tensor: no parameter, no buffer.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self._bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -22,21 +22,29 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Packs every fp32 `nn.Linear` of a CPU model in place; returns how many.
+class Bf16Linear(nn.Module):
+    """Weights and activations rounded to bf16, sums in fp32."""
 
-    Tied weights stay alive through the embedding that shares them. 0 where torch lacks oneDNN.
-    """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return 0
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear
-        and child.weight.dtype is torch.float32
-        and child.weight.device.type == "cpu"
-    ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
-    return len(found)
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().bfloat16()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._bias = None if linear.bias is None else linear.bias.detach().bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out), both in x's dtype."""
+        y = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._weight, self._bias, "none", [], "")
+        return y.to(x.dtype)  # type: ignore[no-any-return]
+
+
+class Fp16Linear(nn.Module):
+    """Weights rounded to fp16 in memory, multiplied in fp32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        bias = None if linear.bias is None else linear.bias.detach()
+        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in) -> (..., out)."""
+        return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)  # type: ignore[no-any-return]

@@ -40,7 +40,7 @@ class HfEngine(PagedEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         torch.set_num_threads(config.threads)
-        self._runner = ModelRunner(config.model)
+        self._runner = ModelRunner(config.model, config.precision)
         super().__init__(
             config,
             self._runner.layout,

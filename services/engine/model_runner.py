@@ -18,7 +18,7 @@ from services.engine.attention import KV_MULTIPLE, AttentionGroup, AttentionStep
 from services.engine.block_manager import blocks_for
 from services.engine.errors import UnsupportedModel
 from services.engine.kv_cache import KvCache, KvLayout
-from services.engine.linear import pack_linears
+from services.engine.precision import Precision, pack_linears
 from services.engine.scheduler import ScheduledChunk
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}  # what `paged_attention` computes
@@ -27,7 +27,7 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}  # what `paged_atte
 class ModelRunner:
     """A loaded model. Not thread-safe: one thread runs it. `bind` a cache before `forward`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, precision: Precision = Precision.FP32) -> None:
         self._model = _load(folder)
         config = self._model.config.get_text_config()
         _check_config(config)
@@ -42,7 +42,7 @@ class ModelRunner:
         self.eos_token_ids = _eos_token_ids(self._model)
         self._cache: KvCache | None = None
         self._check_attention()
-        pack_linears(self._model)
+        self.precision = pack_linears(self._model, precision)
 
     def bind(self, cache: KvCache) -> None:
         """Sets the cache that `forward` reads and writes."""

@@ -1,0 +1,51 @@
+"""Packed linear layers: as close to the plain ones as each precision promises."""
+
+import pytest
+import torch
+from torch import nn
+
+from services.engine.precision import LAYERS, Precision, pack_linears
+
+TOLERANCES = {Precision.FP32: 1e-5, Precision.FP16: 1e-3, Precision.BF16: 2e-2}
+
+
+def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("precision", LAYERS)
+@pytest.mark.parametrize("options", [{}, {"bias": False}])
+@torch.inference_mode()
+def test_each_precision_keeps_its_promise(precision: Precision, options: dict[str, bool]) -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(96, 200, **options)
+    packed = LAYERS[precision](linear)
+    for rows in (1, 3, 17):
+        x = torch.randn(1, rows, 96)
+        assert packed(x).shape == (1, rows, 200)
+        assert packed(x).dtype is torch.float32
+        assert relative_error(packed(x), linear(x)) < TOLERANCES[precision]
+
+
+@torch.inference_mode()
+def test_in_fp32_a_row_is_bitwise_the_same_in_any_company() -> None:
+    torch.manual_seed(2)
+    packed = LAYERS[Precision.FP32](nn.Linear(96, 200))
+    x = torch.randn(64, 96)
+    together = packed(x)
+    for start, end in ((0, 1), (5, 6), (3, 20), (10, 64)):
+        assert torch.equal(packed(x[start:end]), together[start:end])
+
+
+def test_every_linear_layer_of_a_model_is_packed_and_shared_weights_live_on() -> None:
+    model = nn.Sequential(
+        nn.Embedding(50, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 50)
+    )
+    model[2].weight = model[0].weight
+    assert pack_linears(model, Precision.FP16) is Precision.FP16
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert model(torch.tensor([[1, 2]])).shape == (1, 2, 50)
+
+
+def test_fast_takes_one_of_the_others() -> None:
+    assert pack_linears(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), Precision.FAST) in LAYERS
