@@ -182,6 +182,19 @@ async def test_a_failure_after_the_first_token_never_samples_it_again(
     assert reply.token_ids == undisturbed.token_ids
 
 
+async def test_what_one_worker_finds_too_long_another_may_run(cluster: Cluster, lenient: Cluster) -> None:
+    honest = cluster.targets[0]
+    undisturbed = await collect(cluster.stub.Generate(generate_request(prefill_targets=[honest])))
+    refusal = grpc.StatusCode.INVALID_ARGUMENT
+    async with lying_prefill(honest, nothing, then_fail=refusal) as (small, _):
+        spare = await collect(cluster.stub.Generate(generate_request(prefill_targets=[small, honest])))
+        local = await collect(lenient.stub.Generate(generate_request(prefill_targets=[small])))
+        with pytest.raises(aio.AioRpcError) as caught:
+            await collect(cluster.stub.Generate(generate_request(prefill_targets=[small])))
+    assert spare.token_ids == local.token_ids == undisturbed.token_ids
+    assert caught.value.code() is refusal
+
+
 async def test_another_model_is_refused_with_the_field(cluster: Cluster) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
         await collect(
