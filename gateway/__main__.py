@@ -29,11 +29,8 @@ from services.rpc.interceptors import tracing_client_interceptors
 log = structlog.get_logger()
 
 
-def build(settings: GatewaySettings) -> Gateway:
-    """Everything of one gateway, not yet started; in the loop that it will run in.
-
-    Raises ValueError for an unusable keys file.
-    """
+def build(settings: GatewaySettings, api_keys: ApiKeys) -> Gateway:
+    """Everything of one gateway, not yet started; in the loop that it will run in."""
     telemetry = setup("baton-gateway", instance=settings.listen)
     gateway_id = f"{settings.listen}/{secrets.token_hex(8)}"  # of this process, not of the address
     hub = ReplyHub(
@@ -56,7 +53,6 @@ def build(settings: GatewaySettings) -> Gateway:
         retry_s=settings.retry_s,
         max_replies=settings.max_replies,
     )
-    api_keys = ApiKeys.from_file(settings.api_keys_file)
     gateway = Gateway(settings, hub, router, generations, tokenizer, api_keys, telemetry)
     telemetry.metrics.watch_streams(lambda: sum(gateway.open_streams.values()))
     return gateway
@@ -95,9 +91,10 @@ async def running(gateway: Gateway) -> AsyncIterator[None]:
 async def serve(settings: GatewaySettings) -> None:
     """Serves until SIGTERM or SIGINT and the drain after it."""
     try:
-        gateway = build(settings)
-    except ValueError as error:
+        api_keys = ApiKeys.from_file(settings.api_keys_file)
+    except (OSError, ValueError) as error:
         raise SystemExit(f"BATON_API_KEYS_FILE: {error}") from error
+    gateway = build(settings, api_keys)
 
     def drain() -> None:
         if gateway.draining_since is None:

@@ -27,7 +27,8 @@ class ApiKeys:
     def from_file(cls, path: Path | None) -> Self:
         """One key a line; blank lines and those beginning with # are skipped.
 
-        Raises ValueError for a file without keys: it would lock everybody out, or let them in.
+        Raises ValueError for a file without keys: it would lock everybody out, or let them in. Raises
+        OSError for one that cannot be read.
         """
         if path is None:
             return cls()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
+from redis.asyncio.connection import parse_url
 
 from gateway.keepalive import KeepaliveMode
 from services.environment import Address, ProcessSettings
@@ -56,10 +57,8 @@ class GatewaySettings(ProcessSettings):
     @field_validator("redis_url")
     @classmethod
     def _is_redis_url(cls, value: str) -> str:
-        if value and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError(
-                "must begin with redis://, rediss:// or unix://; leave empty to do without Redis"
-            )
+        if value:
+            parse_url(value)  # its ValueError says what is wrong
         return value
 
     @field_validator("model")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LOAD = "from gateway.settings import GatewaySettings; print(GatewaySettings.load().model_dump_json())"
 
 
@@ -43,6 +45,14 @@ def test_every_bad_value_is_named_at_once(tmp_path: Path) -> None:
     result = load(tmp_path, **bad)
     assert result.returncode == 2
     assert {line.partition(":")[0] for line in result.stderr.splitlines()} == {*bad, "BATON_MODEL"}
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:port", "redis://127.0.0.1:70000", "127.0.0.1:6379"])
+def test_an_unusable_redis_url_is_not_blamed_on_something_else(tmp_path: Path, url: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = load(tmp_path, BATON_DECODE_WORKERS="127.0.0.1:1", BATON_REDIS_URL=url)
+    assert result.returncode == 2
+    assert result.stderr.startswith("BATON_REDIS_URL: ")
 
 
 def test_a_missing_value_is_named_without_a_word_about_what_was_given(tmp_path: Path) -> None:
