@@ -95,8 +95,11 @@ class KvReceiver:
             raise InvalidKvPage("the transfer ended without a result")
         if self._first_token_at is None:
             raise InvalidKvPage("the transfer ended without a first token")
-        if result.num_pages != self._num_pages or not self._sequence.kv_complete:
+        if (result.num_pages, result.num_bytes) != (self._num_pages, self._num_bytes):
             raise InvalidKvPage(
-                f"{self._num_pages} of {result.num_pages} pages arrived, or ranges are missing"
+                f"{self._num_pages} pages of {self._num_bytes} bytes arrived, not the {result.num_pages} "
+                f"of {result.num_bytes} that were sent"
             )
+        if not self._sequence.kv_complete:
+            raise InvalidKvPage("parts of the KV cache are missing")
         return Transfer(self._num_pages, self._num_bytes, time.monotonic() - self._first_token_at)

@@ -5,7 +5,6 @@ copied out of the pool when it is about to be sent, so pages that wait cost no m
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncGenerator
 
@@ -19,24 +18,18 @@ _MS = 1000.0
 
 
 class KvSender:
-    """The messages of one Prefill call, in the order they should go.
-
-    Args:
-        num_tokens: context positions that must have been sent before the result.
-    """
+    """The messages of one Prefill call, in the order they should go."""
 
     def __init__(
         self,
         sequence: Sequence,
         identity: ModelIdentity,
         transfer_id: str,
-        num_tokens: int,
         max_page_bytes: int,
     ) -> None:
         self._sequence = sequence
         self._identity = identity
         self._transfer_id = transfer_id
-        self._num_tokens = num_tokens
         self._max_page_bytes = max_page_bytes
         self._pages: deque[kv_page.PageRange] = deque()
         self._first_token: SampledToken | None = None
@@ -51,7 +44,6 @@ class KvSender:
         Raises what the sequence raises. Close it (`aclosing`) on every path.
         """
         collect = asyncio.create_task(self._collect())
-        started: float | None = None
         try:
             while True:
                 # Cleared before looking, so that nothing which arrives after the look is missed.
@@ -60,18 +52,17 @@ class KvSender:
                     token, self._first_token = self._first_token, None
                     yield prefill_pb2.PrefillMessage(
                         first_token=prefill_pb2.FirstToken(
-                            token=token_to_proto(token), timings=self._timings(send_s=0.0)
+                            token=token_to_proto(token), timings=self._timings()
                         )
                     )
                 elif self._pages:
-                    started = started or time.monotonic()
                     yield prefill_pb2.PrefillMessage(page=self._seal(self._pages.popleft()))
                 elif self._ended:
                     await collect  # raises here what ended the sequence early
                     break
                 else:
                     await self._changed.wait()
-            yield self._result(time.monotonic() - started if started else 0.0)
+            yield self._result()
         finally:
             collect.cancel()
 
@@ -98,20 +89,18 @@ class KvSender:
         self.num_bytes += len(page.payload)
         return page
 
-    def _result(self, send_s: float) -> prefill_pb2.PrefillMessage:
+    def _result(self) -> prefill_pb2.PrefillMessage:
         return prefill_pb2.PrefillMessage(
             result=prefill_pb2.PrefillResult(
                 num_pages=self.num_pages,
                 num_bytes=self.num_bytes,
-                num_tokens=self._num_tokens,
-                timings=self._timings(send_s),
+                timings=self._timings(),
             )
         )
 
-    def _timings(self, send_s: float) -> prefill_pb2.PrefillTimings:
+    def _timings(self) -> prefill_pb2.PrefillTimings:
         timings = self._sequence.timings
         return prefill_pb2.PrefillTimings(
             queue_ms=(timings.queue_s or 0.0) * _MS,
             prefill_ms=(timings.prefill_s or 0.0) * _MS,
-            send_ms=send_s * _MS,
         )

@@ -52,7 +52,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 sequence,
                 identity,
                 request.transfer_id,
-                sequence.request.num_context_tokens,
                 min(request.max_page_bytes or worker.settings.max_page_bytes, worker.settings.max_page_bytes),
             )
             async with aclosing(sender.messages()) as messages:
