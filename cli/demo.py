@@ -77,13 +77,17 @@ def show(console: Console, url: str) -> None:
         if not holds:
             failures.append(claim)
     console.print()
-    trace(url, reply_id)
+    trace(url, reply_id, api_key=_api_key())
     if failures:
         raise CommandError(f"the demo found that this does not hold: {'; '.join(failures)}")
 
 
 def _open(url: str, method: str, path: str, **more: Any) -> RawStream:
-    return RawStream(url, method, path, api_key=os.environ.get("BATON_API_KEY", ""), **more)
+    return RawStream(url, method, path, api_key=_api_key(), **more)
+
+
+def _api_key() -> str:
+    return os.environ.get("BATON_API_KEY", "")
 
 
 def ask_and_drop(console: Console, url: str) -> Half:

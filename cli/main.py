@@ -121,12 +121,13 @@ def demo(
 def trace(
     reply_id: Annotated[str, typer.Argument(metavar="REPLY", help="A reply's ID.")],
     url: Annotated[str | None, typer.Option(help="A gateway.", show_default="the stack here")] = None,
+    api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Key for the gateway.")] = "",
 ) -> None:
     """Show where the time to a reply's first token went."""
     from cli.trace import trace as show_trace
     from cli.up import running_url
 
-    show_trace(url or running_url(_here()), reply_id)
+    show_trace(url or running_url(_here()), reply_id, api_key=api_key)
 
 
 def _here() -> RunFolder:

@@ -5,7 +5,6 @@ still running is shown as it stands. The drawing is `observability.waterfall`'s.
 """
 
 import json
-import os
 import sys
 from typing import Any, TextIO
 
@@ -21,19 +20,18 @@ _TIMEOUT = httpx.Timeout(20.0, connect=5.0)  # longer than a keepalive interval
 _TERMINAL_KINDS = frozenset({"done", "error"})
 
 
-def trace(url: str, reply_id: str, *, api_key: str | None = None, out: TextIO | None = None) -> None:
+def trace(url: str, reply_id: str, *, api_key: str = "", out: TextIO | None = None) -> None:
     """Prints a reply's waterfall.
 
     Args:
         url: a gateway's address; any gateway of the stack can tell.
-        api_key: the owner's key; `BATON_API_KEY` if not given.
+        api_key: the owner's key, where the gateway wants one.
         out: stdout if not given.
 
     Raises:
         CommandError: no gateway answers there, it does not know the reply, or it is not one.
     """
-    key = os.environ.get("BATON_API_KEY", "") if api_key is None else api_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT, trust_env=False) as http:
         try:
             times = _read(http, reply_id)
