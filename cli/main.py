@@ -40,17 +40,24 @@ def up(
     colocated: Annotated[
         bool, typer.Option("--colocated", help="No prefill workers: decode runs prompts itself.")
     ] = False,
-    engine: Annotated[Engine, typer.Option(help="hf: a real model; sim: timings only.")] = Engine.HF,
+    engine: Annotated[
+        Engine, typer.Option(envvar="BATON_ENGINE", help="hf: a real model; sim: timings only.")
+    ] = Engine.HF,
     model: Annotated[
-        Path | None, typer.Option(help="Hugging Face model folder.", show_default="the engine's own")
+        Path | None,
+        typer.Option(
+            envvar="BATON_MODEL", help="Hugging Face model folder.", show_default="the engine's own"
+        ),
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first gateway.")] = 8000,
     restart: Annotated[bool, typer.Option("--restart", help="Restart processes that die.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until everything must be ready.")] = 120,
-    sim_prefill_ms_per_token: Annotated[float, typer.Option(min=0)] = 0.0,
-    sim_token_ms: Annotated[float, typer.Option(min=0)] = 33.0,
-    sim_jitter_ms: Annotated[float, typer.Option(min=0)] = 8.0,
-    sim_seed: Annotated[int, typer.Option()] = 42,
+    sim_prefill_ms_per_token: Annotated[
+        float, typer.Option(envvar="BATON_SIM_PREFILL_MS_PER_TOKEN", min=0)
+    ] = 0.0,
+    sim_token_ms: Annotated[float, typer.Option(envvar="BATON_SIM_TOKEN_MS", min=0)] = 33.0,
+    sim_jitter_ms: Annotated[float, typer.Option(envvar="BATON_SIM_JITTER_MS", min=0)] = 8.0,
+    sim_seed: Annotated[int, typer.Option(envvar="BATON_SIM_SEED")] = 42,
 ) -> None:
     """Start the local stack in the background; return when every process is ready."""
     from cli.plan import StackOptions
@@ -68,8 +75,7 @@ def up(
         sim_jitter_ms=sim_jitter_ms,
         sim_seed=sim_seed,
     )
-    chosen = model or _model_of_environment()
-    start_stack(_here(), options, chosen, restart=restart, timeout_s=timeout)
+    start_stack(_here(), options, model, restart=restart, timeout_s=timeout)
 
 
 @app.command()
@@ -132,13 +138,6 @@ def trace(
 
 def _here() -> RunFolder:
     return RunFolder(Path.cwd())
-
-
-def _model_of_environment() -> Path | None:
-    import os
-
-    given = os.environ.get("BATON_MODEL")
-    return Path(given) if given else None
 
 
 def main() -> None:

@@ -25,10 +25,13 @@ FIELDS = [
 ]
 
 
-def baton(folder: Path, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+def baton(
+    folder: Path, *arguments: str, given: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cli.main", *arguments],
         cwd=folder,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         input=given,
@@ -94,6 +97,13 @@ def test_what_cannot_be_done_is_one_line_and_status_1(tmp_path: Path, arguments:
 def test_flags_are_checked(tmp_path: Path) -> None:
     assert baton(tmp_path, "up", "--engine", "magic").returncode == 2
     assert baton(tmp_path, "up", "--decode", "0").returncode == 2
+
+
+@pytest.mark.parametrize("name", ["BATON_ENGINE", "BATON_SIM_TOKEN_MS", "BATON_SIM_SEED"])
+def test_what_a_flag_says_a_variable_can_say(tmp_path: Path, name: str) -> None:
+    result = baton(tmp_path, "up", "--model", "/nowhere", **{name: "magic"})
+    assert result.returncode == 2
+    assert name in result.stderr
 
 
 def test_a_quick_command_loads_nothing_heavy(tmp_path: Path) -> None:
