@@ -115,7 +115,7 @@ class Metrics:
         )
         self._attempts = counter(semconv.PREFILL_ATTEMPTS, "", "Calls to prefill workers, by outcome.")
         self._events = counter(semconv.LOG_APPENDED_EVENTS, "", "Events appended to the log.")
-        self._retries = counter(semconv.RETRIES, "", "Generations continued elsewhere, by reason.")
+        self._retries = counter(semconv.RETRIES, "", "Calls to decode workers that broke off in mid-reply, by reason.")
         self._resumes = counter(semconv.RESUMES, "", "Clients that came back for a reply, by outcome.")
         self._slow = counter(semconv.SLOW_CLIENTS, "", "Connections closed because they did not read.")
 
@@ -184,7 +184,7 @@ class Metrics:
         self._events.add(num_events)
 
     def retry(self, reason: str) -> None:
-        """Counts a generation that is continued by another worker."""
+        """Counts a call that broke off, so that its reply has to be continued by another."""
         self._retries.add(1, {semconv.BATON_REASON: self._reason(reason)})
 
     def resume(self, outcome: str) -> None:

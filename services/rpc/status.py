@@ -38,7 +38,6 @@ STATUS_TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (Draining, grpc.StatusCode.UNAVAILABLE),
     (PrefillUnavailable, grpc.StatusCode.UNAVAILABLE),
     (Superseded, grpc.StatusCode.ABORTED),
-    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
 )
 
 
