@@ -115,7 +115,9 @@ class Metrics:
         )
         self._attempts = counter(semconv.PREFILL_ATTEMPTS, "", "Calls to prefill workers, by outcome.")
         self._events = counter(semconv.LOG_APPENDED_EVENTS, "", "Events appended to the log.")
-        self._retries = counter(semconv.RETRIES, "", "Calls to decode workers that broke off in mid-reply, by reason.")
+        self._retries = counter(
+            semconv.RETRIES, "", "Calls to decode workers that broke off in mid-reply, by reason."
+        )
         self._resumes = counter(semconv.RESUMES, "", "Clients that came back for a reply, by outcome.")
         self._slow = counter(semconv.SLOW_CLIENTS, "", "Connections closed because they did not read.")
 
