@@ -127,7 +127,10 @@ async def serve(
     worker = Worker(settings, engine, telemetry, server.lifecycle, role)
     telemetry.metrics.watch_load(engine.load)
     close = add_servicer(worker, server.server)
-    address = await server.start()
+    try:
+        address = await server.start()
+    except RuntimeError as error:
+        raise SystemExit(f"BATON_LISTEN: {settings.listen} cannot be bound: {error}") from error
     log.info("serving", role=name, address=address, model=engine.info.identity.model)
     has_failed = await _run(server, engine)
     await close()

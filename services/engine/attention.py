@@ -4,6 +4,9 @@ One function serves every model: it writes the step's keys and values into the p
 what the block tables name. It relies on three measured facts of CPU kernels, so that a token's logits
 do not depend on its company in the batch: gathered KV is padded to a multiple of 16 positions, queries
 to at least 4 rows, and query heads that share a KV head are folded into rows instead of repeating KV.
+
+Soft-capped scores and attention sinks, which torch's fused kernel does not offer, are computed step by
+step; for models that use them a row may differ in the last bits with its company.
 """
 
 from contextvars import ContextVar
@@ -71,10 +74,6 @@ class AttentionStep:
 CURRENT_STEP: ContextVar[AttentionStep] = ContextVar("baton_attention_step")
 
 
-class UnsupportedAttention(Exception):
-    """A feature of the model's attention that is not implemented here."""
-
-
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # (1, H, T, D)
@@ -83,12 +82,11 @@ def paged_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **features: Any,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # (H,) a score that takes its share of each row and gives nothing
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Returns (1, T, H, D). Raises UnsupportedAttention for soft-capping and attention sinks."""
-    for name in ("softcap", "s_aux"):
-        if features.get(name) is not None:
-            raise UnsupportedAttention(name)
+    """Returns (1, T, H, D)."""
     step = CURRENT_STEP.get()
     step.num_calls += 1
     keys, values = step.cache.layer(int(module.layer_idx))  # type: ignore[arg-type]
@@ -106,17 +104,45 @@ def paged_attention(
         num_rows = max(q.shape[2], _MIN_QUERY_ROWS)
         if num_rows > q.shape[2]:
             q = F.pad(q, (0, 0, 0, num_rows - q.shape[2]))
-        attended = F.scaled_dot_product_attention(
-            q,
-            _gather(keys, group).transpose(1, 2),  # (B, KV heads, L, D)
-            _gather(values, group).transpose(1, 2),
-            attn_mask=group.mask(sliding_window, heads_per_kv, num_rows, q.dtype),
-            scale=scaling,
-        )
+        k = _gather(keys, group).transpose(1, 2)  # (B, KV heads, L, D)
+        v = _gather(values, group).transpose(1, 2)
+        mask = group.mask(sliding_window, heads_per_kv, num_rows, q.dtype)
+        if softcap is None and s_aux is None:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        else:
+            sinks = None if s_aux is None else _sink_rows(s_aux, num_kv_heads, count, num_rows)
+            scale = scaling if scaling is not None else head_size**-0.5
+            attended = _attend_stepwise(q * scale, k, v, mask, softcap, sinks)
         attended = attended[:, :, : heads_per_kv * count]
         attended = attended.reshape(batch, num_kv_heads, heads_per_kv, count, head_size)
         output[group.rows] = attended.permute(0, 3, 1, 2, 4).reshape(batch * count, num_heads, head_size)
     return output.unsqueeze(0), None
+
+
+def _attend_stepwise(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with `softcap * tanh(scores / softcap)` and a sink column; shapes as in the fused call."""
+    scores = q @ k.transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is None:
+        return scores.softmax(dim=-1) @ v
+    column = sinks.expand(scores.shape[0], -1, -1, -1)
+    weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)
+    return weights[..., :-1] @ v
+
+
+def _sink_rows(s_aux: torch.Tensor, num_kv_heads: int, count: int, num_rows: int) -> torch.Tensor:
+    """Sinks by query row, (1, KV heads, num_rows, 1); padding rows get 0."""
+    rows = s_aux.view(num_kv_heads, -1, 1).expand(-1, -1, count).reshape(1, num_kv_heads, -1, 1)
+    return F.pad(rows, (0, 0, 0, num_rows - rows.shape[2]))
 
 
 def _gather(pool: torch.Tensor, group: AttentionGroup) -> torch.Tensor:

@@ -103,7 +103,7 @@ class ModelRunner:
             self._model.set_attn_implementation("eager")
             expected = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
             self._model.set_attn_implementation(attention.IMPLEMENTATION)
-        except (attention.UnsupportedAttention, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise UnsupportedModel(f"its attention cannot be paged: {error}") from error
         if step is None or step.num_calls != self.layout.num_layers:
             raise UnsupportedModel("its layers do not all go through transformers' attention interface")

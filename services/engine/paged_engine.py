@@ -42,15 +42,17 @@ class PagedEngine:
         eos_token_ids: tuple[int, ...],
     ) -> None:
         self.config = config
-        self.max_model_len = min(config.max_model_len or model_max_len, model_max_len)
+        longest = min(config.max_model_len or model_max_len, model_max_len)
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         num_blocks = num_blocks_for(
             layout,
             config.block_size,
             config.kv_memory_bytes,
-            most_tokens=config.max_num_seqs * self.max_model_len,
+            most_tokens=config.max_num_seqs * longest,
         )
+        # What the pool cannot hold the worker does not offer, so a request without a limit gets one.
+        self.max_model_len = min(longest, num_blocks * config.block_size)
         self.cache = KvCache(layout, num_blocks, config.block_size)
         self.scheduler = Scheduler(
             BlockManager(num_blocks),

@@ -31,7 +31,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# One of each kind in every run: plain, sliding window, learned positions, soft-capped scores.
+_QUICK = ("llama", "mistral", "gpt2", "gemma2")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
 async def test_greedy_equals_generate_alone_and_together(tmp_path: Path, family: str) -> None:
     folder = save_model(tmp_path, family)
     expected = generate(folder, PROMPTS, NUM_TOKENS)
@@ -210,3 +217,11 @@ async def test_an_engine_whose_thread_dies_leaves_nobody_waiting(llama: Path) ->
         await anext(sequence.events())
     with pytest.raises(EngineStopped):
         engine.submit(make_request(PROMPTS[1], 4), SubmitMode.LOCAL)
+
+
+async def test_a_small_pool_bounds_the_context_that_is_offered(llama: Path) -> None:
+    block_bytes = 2 * 3 * 2 * 8 * 4 * 16
+    async with running_engine(llama, kv_memory_bytes=3 * block_bytes) as engine:
+        assert engine.info.max_model_len == 48
+        tokens, _ = await complete(engine, make_request(PROMPTS[1], 10_000, min_tokens=0, ignore_eos=True))
+        assert len(PROMPTS[1]) + len(tokens) == 48

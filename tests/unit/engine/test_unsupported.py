@@ -79,7 +79,6 @@ def test_a_damaged_folder(tmp_path: Path, damage: Callable[[Path], object], reas
         ("mamba", {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 4}, "num_attention_heads"),
         ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 4}, "max_position_embeddings"),
         ("bert", {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}, "equal"),
-        ("gemma2", SHAPE, "softcap"),
         # Chunks are longer than the self-test's prompt: only the layers' type tells.
         ("llama4_text", {**SHAPE, **MOE, "attention_chunk_size": 16}, "chunked_attention"),
     ],

@@ -38,6 +38,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "head_dim")},
     "olmo2": SHAPE,
     "granite": SHAPE,
+    "gemma2": SHAPE | {"sliding_window": 24, "query_pre_attn_scalar": 8},
+    "gemma3_text": SHAPE | {"sliding_window": 24, "query_pre_attn_scalar": 8},
+    "phi3": SHAPE,
+    "smollm3": SHAPE,
+    "mixtral": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
 }
 
 
