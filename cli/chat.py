@@ -42,7 +42,9 @@ def _model(http: httpx.Client) -> str:
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except httpx.HTTPStatusError as error:
-        raise CommandError(f"{http.base_url} answers {error.response.status_code} to /v1/models") from error
+        status = error.response.status_code
+        hint = ": set BATON_API_KEY or --api-key" if status in (401, 403) else ""
+        raise CommandError(f"{http.base_url} answers {status} to /v1/models{hint}") from error
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         raise CommandError(f"no gateway answers at {http.base_url}: {error}") from error
 

@@ -104,7 +104,7 @@ def status(
 def chat(
     url: Annotated[str | None, typer.Option(help="A gateway.", show_default="the stack here")] = None,
     api_key: Annotated[str, typer.Option(envvar="BATON_API_KEY", help="Key for the gateway.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1)] = 512,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
 ) -> None:
     """Talk to the model in the terminal; a cut connection is resumed."""
     from cli.chat import chat as talk

@@ -15,6 +15,7 @@ from cli.processes import ProcessRecord, reap, spawn, stop
 from cli.run_folder import SUPERVISOR, Entry, RunFolder
 
 _PROBE_EVERY_S = 0.1
+_SAY_EVERY_S = 5.0
 _LOG_TAIL_LINES = 20
 _LOG_LINE_CHARACTERS = 600  # a traceback in one JSON line would fill the screen
 _DRAIN_MARGIN_S = 5.0
@@ -63,7 +64,8 @@ def start(
 def _wait_ready(
     entries: list[Entry], timeout_s: float, progress: Progress, raise_if_interrupted: Callable[[], None]
 ) -> None:
-    deadline = time.monotonic() + timeout_s
+    started = said_at = time.monotonic()
+    deadline = started + timeout_s
     waiting = list(entries)
     answers: dict[str, Answer] = {}
     while waiting:
@@ -82,6 +84,9 @@ def _wait_ready(
             late = waiting[0]
             why = answers[late.name].detail or late.log
             raise StartFailed(f"{late.name} was not ready after {timeout_s:.0f} s ({why})", log_tail(late))
+        if waiting and time.monotonic() - said_at >= _SAY_EVERY_S:
+            said_at = time.monotonic()
+            progress(waiting[0].name, f"not ready yet ({said_at - started:.0f} s)")
         if waiting:
             time.sleep(_PROBE_EVERY_S)
 

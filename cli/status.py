@@ -30,6 +30,7 @@ class Row:
     blocks_cached: int | None  # by the prefix cache only
     blocks_total: int | None
     detail: str  # why it is not ready
+    alive: bool
 
 
 def read_status(run: RunFolder) -> list[Row]:
@@ -56,6 +57,7 @@ def _read_row(entry: Entry) -> Row:
         answer.blocks_cached,
         answer.blocks_total,
         "" if answer.ready else answer.detail,
+        entry.record.is_alive(),
     )
 
 
@@ -84,19 +86,21 @@ def print_table(rows: Sequence[Row]) -> None:
         console.print("Nothing was started here. `baton up` starts a stack.")
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("process", "address", "pid", "state", "running", "waiting", "KV blocks", "cached"):
+    has_cached = any(row.blocks_cached for row in rows)
+    names = ["process", "address", "pid", "state", "running", "waiting", "KV blocks"]
+    for name in [*names, "cached"] if has_cached else names:
         left = name in ("process", "address", "state")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.role}-{row.n}",
             row.address,
-            str(row.pid),
+            str(row.pid) if row.alive else "",
             _state(row),
             _number(row.running),
             _number(row.waiting),
             "" if row.blocks_total is None else f"{row.blocks_used} / {row.blocks_total}",
-            _number(row.blocks_cached),
+            *([_number(row.blocks_cached)] if has_cached else []),
         )
     console.print(table)
     for row in rows:
@@ -107,6 +111,8 @@ def print_table(rows: Sequence[Row]) -> None:
 def _state(row: Row) -> str:
     if row.draining:
         return "[yellow]draining[/]"
+    if not row.alive:
+        return "[red]dead[/]"
     return "[green]ready[/]" if row.ready else "[red]not ready[/]"
 
 

@@ -31,6 +31,7 @@ def trace(url: str, reply_id: str, *, api_key: str = "", out: TextIO | None = No
     Raises:
         CommandError: no gateway answers there, it does not know the reply, or it is not one.
     """
+    reply_id = reply_id.partition(":")[0]  # an event's ID names its reply too
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT, trust_env=False) as http:
         try:

@@ -56,7 +56,9 @@ def running_url(run: RunFolder) -> str:
     """Base URL of the first living gateway of the stack here. Raises CommandError without one."""
     alive = [entry for entry in stack.running(run) if entry.role == "gateway" and entry.address]
     if not alive:
-        raise CommandError("no gateway runs here: start a stack with `baton up`, or give --url")
+        raise CommandError(
+            f"no gateway runs in {run.parent}: start a stack there with `baton up`, or give --url"
+        )
     return gateway_url(alive)
 
 
@@ -70,7 +72,7 @@ def _model_folder(engine: str, model: Path | None) -> Path:
     if model is None:
         return ensure_sim_model() if engine == "sim" else ensure_default_model()
     if not (model / "config.json").is_file():
-        raise CommandError(f"{model} is not a model folder: it has no config.json")
+        raise CommandError(f"--model or BATON_MODEL: {model} is not a model folder: it has no config.json")
     return model.resolve()
 
 

@@ -30,7 +30,8 @@ class EventKind(StrEnum):
                   (tokens without text), "num_generated_tokens": int, "at_ms"}
     usage        {"prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"}
     done         {"timings": {stage: ms}, "at_ms"}
-    error        {"status": int, "type": str, "code": str, "message": str, "at_ms"}
+    error        {"status": int, "type": str, "code": str, "message": str, "timings": {stage: ms},
+                  "at_ms"}
 
     A reply with n choices has item_start, part_start, delta..., text_done, part_done, item_done and
     finish once per choice, interleaved, then one usage and one done.

@@ -115,7 +115,9 @@ class ReplyWriter:
 
     def error(self, error: GatewayError) -> None:
         """Ends the reply with an error; what was emitted stands."""
-        self._reply.emit(EventKind.ERROR, error.payload(self._at_ms()))
+        at_ms = self._at_ms()
+        payload = error.payload(at_ms) | {"timings": self.timings.as_dict(at_ms)}
+        self._reply.emit(EventKind.ERROR, payload)
 
     def _close_choice(self, choice: int, reason: str, token_ids: list[int]) -> None:
         progress = self._choices[choice]

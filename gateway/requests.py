@@ -211,4 +211,4 @@ def _first_fault(error: ValidationError) -> InvalidRequest:
     if fault["type"] == "extra_forbidden":
         return InvalidRequest(f"Unknown parameter: `{param}`.", param=param, code="unknown_parameter")
     name = f"Invalid `{param}`: " if param else ""
-    return InvalidRequest(f"{name}{fault['msg']}.", param=param)
+    return InvalidRequest(f"{name}{fault['msg'].removeprefix('Value error, ')}.", param=param)

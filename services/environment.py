@@ -23,7 +23,7 @@ Address = Annotated[str, AfterValidator(_check_address)]
 class ProcessSettings(BaseSettings):
     """Base of each process's settings. A bad value stops the process: `load` is the only way in."""
 
-    model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="ignore", allow_inf_nan=False)
 
     @classmethod
     def load(cls) -> Self:
@@ -33,6 +33,9 @@ class ProcessSettings(BaseSettings):
         except ValidationError as error:
             for fault in error.errors():
                 name = f"BATON_{fault['loc'][0]}".upper() if fault["loc"] else "BATON_*"
-                given = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
-                print(f"{name}: {fault['msg']}{given}", file=sys.stderr)
+                # Addresses may hold passwords, and this ends up in logs.
+                is_secret = "://" in str(fault["input"])
+                given = "" if fault["type"] == "missing" or is_secret else f" (got {fault['input']!r})"
+                message = fault["msg"].removeprefix("Value error, ")
+                print(f"{name}: {message}{given}", file=sys.stderr)
             raise SystemExit(2) from None

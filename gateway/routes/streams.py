@@ -9,7 +9,7 @@ from gateway.context import Gateway, gateway_of
 from gateway.errors import InvalidRequest, from_log
 from gateway.event_log import EventLogError
 from gateway.event_stream import EventStream
-from gateway.events import Event, EventKind
+from gateway.events import Event
 from gateway.formats.chat import ChatFold
 from gateway.routes.resume import find_reply, resume
 from gateway.sse import Cursor, parse_cursor
@@ -52,7 +52,7 @@ async def read_state(request: Request) -> Response:
     fold.add(events)
     body = fold.body()
     choice: dict[str, Any] = body["choices"][0] if body["choices"] else {}
-    done = next((event.payload for event in reversed(events) if event.kind is EventKind.DONE), {})
+    last: dict[str, Any] = events[-1].payload if events and events[-1].is_terminal else {}
     return JSONResponse(
         {
             "id": reply_id,
@@ -60,7 +60,7 @@ async def read_state(request: Request) -> Response:
             "text": choice["message"]["content"] if choice else "",
             "finish_reason": choice.get("baton_finish_reason") or choice.get("finish_reason"),
             "usage": body["usage"] or None,
-            "timings": done.get("timings", {}),
+            "timings": last.get("timings", {}),
             "first_seq": min(1, state.last_seq),
             "last_seq": state.last_seq,
             "owner_epoch": state.epoch,

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.engine import attention
 from services.engine.attention import KV_MULTIPLE, AttentionGroup, AttentionStep
 from services.engine.block_manager import blocks_for
 from services.engine.errors import UnsupportedModel
 from services.engine.kv_cache import KvCache, KvLayout
-from services.engine.precision import Precision, pack_linears
+from services.engine.linear_packing import pack_linears
+from services.engine.precision import Precision
 from services.engine.scheduler import ScheduledChunk
 
+_MAX_REASON_CHARS = 300  # transformers may list every class it knows
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}  # what `paged_attention` computes
 
 
@@ -158,6 +160,8 @@ def _group(
 def _load(folder: Path) -> Any:
     """The model, complete: transformers fills weights that a checkpoint lacks with random numbers."""
     try:
+        if AutoConfig.from_pretrained(folder).is_encoder_decoder:
+            raise UnsupportedModel("it is an encoder-decoder model; only decoder-only ones can be served")
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -165,7 +169,8 @@ def _load(folder: Path) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UnsupportedModel(f"transformers cannot load it for causal generation: {error}") from error
+        reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
+        raise UnsupportedModel(f"transformers cannot load it for causal generation: {reason}") from error
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModel(f"its checkpoint lacks {len(missing)} weights, {missing[0]} among them")
     return model.eval()
@@ -173,8 +178,6 @@ def _load(folder: Path) -> Any:
 
 def _check_config(config: Any) -> None:
     """Refuses what is known from the configuration alone; `_check_attention` sees short prompts only."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel("it is an encoder-decoder model")
     needed = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     if missing := [name for name in needed if not hasattr(config, name)]:
         raise UnsupportedModel(f"its configuration has no {' and no '.join(missing)}")

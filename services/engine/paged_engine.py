@@ -81,6 +81,12 @@ class PagedEngine:
         self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
         self._has_failed = asyncio.Event()
         num_tokens = num_blocks * config.block_size
+        if self.max_model_len < longest:
+            log.warning(
+                "the KV memory bounds the context: raise BATON_KV_MEMORY_MB",
+                max_model_len=self.max_model_len,
+                of=longest,
+            )
         log.info(
             "kv cache",
             bytes_per_token=layout.bytes_per_token,

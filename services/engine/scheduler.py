@@ -74,7 +74,7 @@ class Scheduler:
     def add(self, sequence: EngineSequence) -> None:
         """Queues a new sequence. Raises QueueFull."""
         if len(self._waiting) >= self._max_queue_len and not self._can_admit_next_to(sequence):
-            raise QueueFull(f"{len(self._waiting)} requests wait already; try again later")
+            raise QueueFull(f"no room now, and {len(self._waiting)} requests wait already; try again later")
         insort(self._waiting, sequence, key=_rank)
 
     def admit(self) -> list[EngineSequence]:

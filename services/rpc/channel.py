@@ -7,6 +7,7 @@
   servers therefore permit them and strike nobody.
 - Pages are about 1 MB, the fastest size measured on loopback; the limit stands at four times that,
   on purpose, on both ends.
+- Connections have no maximum age: calls last as long as replies do, and draining is what moves them.
 - A worker that comes back is dialled again within a second: the default backoff grows to minutes.
 """
 

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -101,7 +101,8 @@ class CuttingServer:
             with connection:
                 asked = _read_request(connection)
                 if asked is not None:
-                    self._answer(connection, asked)
+                    with suppress(ConnectionError):  # a client that leaves in between is what we are for
+                        self._answer(connection, asked)
 
     def _answer(self, connection: socket.socket, asked: Asked) -> None:
         if asked.path == "/v1/models":

@@ -62,7 +62,7 @@ def _cut_the_weights(folder: Path) -> None:
         (_change_a_shape, "cannot load"),
         (_cut_the_weights, "cannot load"),
         (lambda folder: (folder / "model.safetensors").unlink(), "cannot load"),
-        (lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'), "causal"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "t5"}'), "encoder-decoder"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read"),
     ],

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from services.engine.precision import LAYERS, Precision, pack_linears
+from services.engine.linear_packing import LAYERS, pack_linears
+from services.engine.precision import Precision
 
 TOLERANCES = {Precision.FP32: 1e-5, Precision.FP16: 1e-3, Precision.BF16: 2e-2}
 
