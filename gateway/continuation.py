@@ -27,7 +27,7 @@ class Choice:
 
     Args:
         request: of this choice; grows by the tokens that are emitted.
-        call: admitted for it.
+        call: admitted for it; None for a choice that was taken over from another gateway.
         retry_s: how long the choice may go without a new token while workers fail.
         deadline: when the whole reply must be over.
     """
@@ -35,7 +35,7 @@ class Choice:
     def __init__(
         self,
         request: decode_pb2.GenerateRequest,
-        call: DecodeCall,
+        call: DecodeCall | None,
         writer: ReplyWriter,
         *,
         router: Router,
@@ -47,7 +47,7 @@ class Choice:
     ) -> None:
         self._request = request
         self._call = call
-        self._num_calls = 1
+        self._num_calls = 1 if call is not None else 2  # another gateway's came first
         self._writer = writer
         self._router = router
         self._admission = admission
@@ -63,33 +63,35 @@ class Choice:
 
         Raises GatewayError when no worker can go on, ReplyClosed when the log takes no more.
         """
+        call = self._call
         try:
-            while not await self._forward():
-                self._call = await self._continued()
+            while call is None or not await self._forward(call):
+                call = self._call = await self._continued()
                 self._num_calls += 1
-            await self._call.close()
+            await call.close()
         finally:
-            self._call.cancel()
+            self.cancel()
 
     def cancel(self) -> None:
         """Ends the present call, also of a choice that never began to run. Idempotent."""
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
-    async def _forward(self) -> bool:
+    async def _forward(self, call: DecodeCall) -> bool:
         """Emits what the present call brings; True if it brought the end, False if it failed."""
         try:
-            async with aclosing(self._call.messages()) as messages:
+            async with aclosing(call.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, decode_pb2.Delta):
-                        self._take(message)
+                        self._take(message, call)
                     else:
                         self._writer.finish(self._request.choice_index, message, self._num_calls)
         except CallFailed as failure:
-            self._call.cancel()
+            call.cancel()
             _log.warning(
                 "reply %s: decode worker %s failed after %d tokens: %s",
                 self._request.reply_id,
-                self._call.address,
+                call.address,
                 len(self._request.generated_token_ids),
                 failure,
             )
@@ -99,8 +101,8 @@ class Choice:
             return False
         return True
 
-    def _take(self, delta: decode_pb2.Delta) -> None:
-        self._writer.delta(self._request.choice_index, delta, self._call)
+    def _take(self, delta: decode_pb2.Delta, call: DecodeCall) -> None:
+        self._writer.delta(self._request.choice_index, delta, call)
         self._request.generated_token_ids.extend(token.token_id for token in delta.tokens)
         self._stuck_since = None
         self._pause_s = 0.0
@@ -110,7 +112,7 @@ class Choice:
         if self._stuck_since is None:
             self._stuck_since = self._clock()
         give_up_at = min(self._stuck_since + self._retry_s, self._deadline)
-        avoid: Collection[str] = (self._call.address,)
+        avoid: Collection[str] = (self._call.address,) if self._call is not None else ()
         while (remaining_s := give_up_at - self._clock()) > 0:
             if self._pause_s:
                 await self._router.wait_for_change(min(self._pause_s, remaining_s))

@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 from gateway.event_log import CursorConflict, EventLog, LogUnavailable, ReplyGone, ReplyUnknown
 from gateway.events import Event
+from gateway.signals import Pulse
 
 RETRY_S = 0.2
 
@@ -99,3 +100,41 @@ async def until_logged(
         if clock() >= give_up_at:
             return
         await asyncio.sleep(RETRY_S)
+
+
+async def interrupted(
+    pages: AsyncGenerator[list[Event], None],
+    *,
+    changes: Pulse,
+    is_over: Callable[[], bool],
+    silence_s: float,
+    on_silence: Callable[[], None],
+) -> AsyncGenerator[list[Event], None]:
+    """The non-empty pages of a source, until it ends or a change makes `is_over` true.
+
+    Args:
+        silence_s: after so long without a page `on_silence` is called, again and again.
+    """
+    async with aclosing(pages):
+        page = asyncio.ensure_future(anext(pages, None))
+        change = asyncio.ensure_future(changes.next().wait())
+        try:
+            while not is_over():
+                done, _ = await asyncio.wait(
+                    {page, change}, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    on_silence()
+                if change in done:
+                    change = asyncio.ensure_future(changes.next().wait())
+                if page in done:
+                    events = page.result()
+                    if events is None:
+                        return
+                    if events:
+                        yield events
+                    page = asyncio.ensure_future(anext(pages, None))
+        finally:
+            page.cancel()
+            change.cancel()
+            await asyncio.gather(page, change, return_exceptions=True)

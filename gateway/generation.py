@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -71,6 +72,7 @@ class Generations:
         self._clock = clock
         self._num_starting = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        hub.orphans.go_on = self.go_on
 
     @property
     def num_active(self) -> int:
@@ -109,7 +111,7 @@ class Generations:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
     async def close(self) -> None:
-        """Ends what is still being generated, with an error event each."""
+        """Stops what is still being generated: for another gateway to go on with, or with an error event."""
         await asyncio.sleep(0)  # a task that has not begun would be cancelled without its clean-up
         tasks = list(self._tasks)
         for task in tasks:
@@ -120,7 +122,7 @@ class Generations:
         meta = self._new_meta(spec, span)
         span.set_attributes(_attributes(spec, meta))
         deadline = arrived + spec.timeout_s
-        requests = [_request(spec, meta, choice) for choice in range(spec.num_choices)]
+        requests = [_request(spec, meta, choice, _FIRST_EPOCH) for choice in range(spec.num_choices)]
         calls = await self._admit_all(requests, deadline)
         try:
             reply = await self._open(meta, arrived)
@@ -128,8 +130,38 @@ class Generations:
             for call in calls:
                 call.cancel()
             raise
+        self._run(reply, spec, span, list(zip(requests, calls, strict=True)), deadline)
+        return reply
+
+    def go_on(self, reply: OwnedReply) -> None:
+        """Continues a reply that was taken over from a gateway that is gone, from its events."""
+        spec = ReplySpec.from_meta(reply.meta)
+        span = self._telemetry.tracer.start_span(
+            f"chat {spec.model}",
+            kind=SpanKind.CLIENT,
+            links=_links(reply.meta.traceparent),
+            attributes=_attributes(spec, reply.meta),
+        )
+        requests = [_request(spec, reply.meta, choice, reply.epoch) for choice in range(spec.num_choices)]
+        with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+            self._run(
+                reply, spec, span, [(request, None) for request in requests], reply.arrived + spec.timeout_s
+            )
+        self._telemetry.metrics.retry("takeover")
+
+    def _run(
+        self,
+        reply: OwnedReply,
+        spec: ReplySpec,
+        span: Span,
+        calls: Sequence[tuple[decode_pb2.GenerateRequest, DecodeCall | None]],
+        deadline: float,
+    ) -> None:
+        """Starts the task that writes the reply: what its log lacks, choice by choice."""
         metrics = self._telemetry.metrics
         writer = ReplyWriter(reply, spec, self._tokenizer, metrics, self._clock)
+        for (request, _), token_ids in zip(calls, writer.token_ids, strict=True):
+            request.generated_token_ids.extend(token_ids)
         choices = [
             Choice(
                 request,
@@ -142,14 +174,21 @@ class Generations:
                 deadline=deadline,
                 clock=self._clock,
             )
-            for request, call in zip(requests, calls, strict=True)
+            for request, call in calls
+            if not writer.has_finished(request.choice_index)
         ]
         writer.open()
         task = ReplyTask(
-            reply, choices, writer, span=span, metrics=metrics, deadline=deadline, clock=self._clock
+            reply,
+            choices,
+            writer,
+            span=span,
+            metrics=metrics,
+            deadline=deadline,
+            clock=self._clock,
+            others_can_go_on=reply.resumable and self._hub.log.is_durable,
         )
         self._track(asyncio.create_task(task.run()))
-        return reply
 
     async def _admit_all(
         self, requests: Sequence[decode_pb2.GenerateRequest], deadline: float
@@ -201,10 +240,16 @@ class Generations:
         task.add_done_callback(self._tasks.discard)
 
 
-def _request(spec: ReplySpec, meta: ReplyMeta, choice: int) -> decode_pb2.GenerateRequest:
+def _links(traceparent: str) -> list[trace.Link]:
+    context = _W3C.extract({"traceparent": traceparent}, Context())
+    generation = trace.get_current_span(context).get_span_context()
+    return [trace.Link(generation, {semconv.BATON_LINK_REASON: "takeover"})] if generation.is_valid else []
+
+
+def _request(spec: ReplySpec, meta: ReplyMeta, choice: int, epoch: int) -> decode_pb2.GenerateRequest:
     return decode_pb2.GenerateRequest(
         reply_id=meta.reply_id,
-        epoch=_FIRST_EPOCH,
+        epoch=epoch,
         choice_index=choice,
         prompt_token_ids=spec.prompt_token_ids,
         sampling=spec.sampling.to_proto(meta.seed),

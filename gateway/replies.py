@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from gateway.attendance import Attendance
-from gateway.endings import cancelled_ending
 from gateway.event_log import (
     SCHEMA_VERSION,
     EventLog,
@@ -26,10 +25,12 @@ from gateway.event_log import (
     check_reply_id,
 )
 from gateway.events import Event
-from gateway.following import follow_from, until_logged
+from gateway.following import follow_from, interrupted, until_logged
 from gateway.group_commit import GroupCommit
 from gateway.leases import lapsed_lease
-from gateway.owned_reply import OwnedReply, ReplyClosed
+from gateway.orphans import Orphans
+from gateway.owned_reply import OwnedReply
+from gateway.signals import Pulse
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ class ReplyHub:
         self._outage_patience_s = outage_patience_s
         self._owned: dict[str, OwnedReply] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._orphans: set[str] = set()  # replies whose owner's lease is being watched
+        self._adoptions = Pulse()
+        self.orphans = Orphans(log, self.take_over, self._spawn)
         self._commit = GroupCommit(
             log,
             clock=clock,
@@ -121,11 +123,16 @@ class ReplyHub:
         events: list[Event] = []
         while page := await self.log.read(reply_id, len(events)):
             events.extend(page)
-        arrived = self._clock()
-        return self._own(self._new_reply(meta, epoch, arrived=arrived, resumable=True, events=events))
+        # As if the request had arrived here, so that the events' stamps go on rising.
+        arrived = (
+            self._clock() - max((event.payload.get("at_ms", 0.0) for event in events), default=0.0) / 1000
+        )
+        reply = self._own(self._new_reply(meta, epoch, arrived=arrived, resumable=True, events=events))
+        self._adoptions.beat()
+        return reply
 
     async def take_over(self, reply_id: str) -> OwnedReply | None:
-        """Waits until the owner's lease has lapsed, then adopts; None if the owner lives or it ended."""
+        """Waits until the owner's lease has lapsed, then adopts; None if it lives or the reply ended."""
         token = await lapsed_lease(self.log, reply_id, lease_s=self._lease_s, clock=self._clock)
         return await self.adopt(reply_id, token) if token is not None else None
 
@@ -162,26 +169,46 @@ class ReplyHub:
         `after_epoch` comes from an `id:` of the form seq.epoch. Raises CursorConflict, ReplyUnknown,
         ReplyGone, and LogUnavailable if the log is down at the start or for long.
         """
-        cursor, epoch = after, after_epoch
-        reply = self._owned.get(reply_id)
-        if reply is not None:
+        cursor, epoch, ended = after, after_epoch, False
+        while not ended:
+            reply = self._owned.get(reply_id)
+            moved = False
+
+            def has_moved() -> bool:
+                nonlocal moved
+                moved = moved or reply_id in self._owned
+                return moved
+
+            source = (
+                reply.read(cursor, epoch)
+                if reply is not None
+                else self._elsewhere(reply_id, cursor, epoch, has_moved)
+            )
             try:
-                async with aclosing(reply.read(after, after_epoch)) as pages:
+                async with aclosing(source) as pages:
                     async for page in pages:
-                        cursor, epoch = page[-1].seq, page[-1].epoch
+                        cursor, epoch, ended = page[-1].seq, page[-1].epoch, page[-1].is_terminal
                         yield page
             finally:
-                self._retire(reply)
-            if not reply.fenced:
-                return
-        async with aclosing(
-            follow_from(
-                self.log, reply_id, cursor, epoch, patience_s=self._outage_patience_s, clock=self._clock
-            )
-        ) as pages:
-            async for page in pages:
-                if page:
-                    yield page
+                if reply is not None:
+                    self._retire(reply)
+            # A source that ended early: the reply has gone to another gateway, or has come to this one.
+            ended = ended or not (moved or (reply is not None and reply.fenced))
+
+    def _elsewhere(
+        self, reply_id: str, after: int, after_epoch: int | None, has_moved: Callable[[], bool]
+    ) -> AsyncGenerator[list[Event], None]:
+        """Follows the log until the reply has ended or is owned here; looks after a silent owner."""
+        pages = follow_from(
+            self.log, reply_id, after, after_epoch, patience_s=self._outage_patience_s, clock=self._clock
+        )
+        return interrupted(
+            pages,
+            changes=self._adoptions,
+            is_over=has_moved,
+            silence_s=self._lease_s,
+            on_silence=lambda: self.orphans.rescue(reply_id),
+        )
 
     async def cancel(self, reply_id: str) -> None:
         """Asks the owner, wherever it is, to end the reply; ends it here if that owner is dead.
@@ -195,9 +222,7 @@ class ReplyHub:
                 await self.log.request_cancel(reply_id)  # so that a successor would know
             return
         await self.log.request_cancel(reply_id)
-        if reply_id not in self._orphans:
-            self._orphans.add(reply_id)
-            self._spawn(self._end_if_orphaned(reply_id))
+        self.orphans.cancel(reply_id)
 
     async def renew(self) -> None:
         """One round of leases and attachment marks; called by the timer and after an outage."""
@@ -267,17 +292,6 @@ class ReplyHub:
             reply = self._owned.get(reply_id)
             if reply is not None:
                 reply.request_stop("cancelled")
-
-    async def _end_if_orphaned(self, reply_id: str) -> None:
-        try:
-            reply = await self.take_over(reply_id)
-            if reply is not None:
-                for kind, payload in cancelled_ending(reply.meta, reply.events):
-                    reply.emit(kind, payload)
-        except (ReplyClosed, ReplyUnknown, ReplyGone, LogUnavailable) as error:
-            _log.warning("cancelled reply %s could not be ended: %r", reply_id, error)
-        finally:
-            self._orphans.discard(reply_id)
 
     async def _every(self, seconds: float, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:

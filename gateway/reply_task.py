@@ -34,7 +34,9 @@ class ReplyTask:
         metrics: Metrics,
         deadline: float,
         clock: Callable[[], float],
+        others_can_go_on: bool,
     ) -> None:
+        self._others_can_go_on = others_can_go_on
         self._reply = reply
         self._choices = choices
         self._writer = writer
@@ -44,7 +46,7 @@ class ReplyTask:
         self._clock = clock
 
     async def run(self) -> None:
-        """Never raises but when cancelled, which ends the reply with an error event."""
+        """Never raises but when cancelled: then a reply that no other gateway can go on with is ended."""
         work = asyncio.create_task(self._generate())
         stop = asyncio.create_task(self._reply.stop.wait())
         try:
@@ -59,7 +61,8 @@ class ReplyTask:
                     choice.cancel()
             self._end(work)
         except asyncio.CancelledError:
-            self._fail(Unavailable("this gateway is stopping", code="gateway_stopping"))
+            if not self._others_can_go_on:
+                self._fail(Unavailable("this gateway is stopping", code="gateway_stopping"))
             raise
         finally:
             self._report()

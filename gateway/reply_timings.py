@@ -6,6 +6,7 @@ claims is `relay`. Must not know: events, spans, how stages are published.
 
 from baton.v1 import decode_pb2
 from gateway.decode_call import DecodeCall
+from gateway.events import EventKind
 from gateway.owned_reply import OwnedReply
 from observability.timings import HandoffStages, TtftStages
 
@@ -21,6 +22,8 @@ class ReplyTimings:
         self._received_at = 0.0
         self._reported = decode_pb2.FirstTextTimings()
         self.handoff: HandoffStages | None = None
+        # The first text of a reply that was taken over came from another process, by its clock.
+        self._is_first_owner = not any(event.kind is EventKind.DELTA for event in reply.events)
 
     @property
     def has_text(self) -> bool:
@@ -28,7 +31,7 @@ class ReplyTimings:
 
     def note_delta(self, call: DecodeCall, delta: decode_pb2.Delta, now: float) -> None:
         """Notes a delta that is about to be emitted."""
-        if self._sent_at is None:
+        if self._sent_at is None and self._is_first_owner:
             # The call that brought the text: what was lost on others before is the gateway's time.
             self._sent_at = call.sent_at
             self._received_at = call.first_message_at if call.first_message_at is not None else now

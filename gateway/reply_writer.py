@@ -11,7 +11,7 @@ from typing import Any
 from baton.v1 import common_pb2, decode_pb2
 from gateway.decode_call import DecodeCall
 from gateway.errors import GatewayError
-from gateway.events import EventKind
+from gateway.events import Event, EventKind
 from gateway.owned_reply import OwnedReply
 from gateway.reply_timings import ReplyTimings
 from gateway.sampling import ReplySpec
@@ -29,7 +29,10 @@ class _ChoiceProgress:
 
 
 class ReplyWriter:
-    """The one place that emits into a reply's log. Every method may raise ReplyClosed."""
+    """The one place that emits into a reply's log. Every method may raise ReplyClosed.
+
+    On a reply that was taken over it goes on from the events there are, and writes none of them twice.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,9 @@ class ReplyWriter:
         self._metrics = metrics
         self._clock = clock
         self._choices = [_ChoiceProgress() for _ in range(spec.num_choices)]
+        self._written: set[tuple[EventKind, int | None]] = set()  # of the kinds that come once
+        for event in reply.events:
+            self._note(event)
         self.num_cached_tokens = 0
 
     @property
@@ -56,21 +62,31 @@ class ReplyWriter:
     def finish_reasons(self) -> list[str]:
         return [choice.finish_reason for choice in self._choices if choice.finish_reason]
 
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """By choice: what earlier owners of the reply have emitted."""
+        token_ids: list[list[int]] = [[] for _ in self._choices]
+        for event in self._reply.events:
+            if event.kind is EventKind.DELTA:
+                token_ids[event.payload["choice"]] += event.payload["token_ids"]
+        return token_ids
+
+    def has_finished(self, choice: int) -> bool:
+        return (EventKind.FINISH, choice) in self._written
+
     def open(self) -> None:
         """What every reply begins with."""
-        self._reply.emit(
-            EventKind.CREATED,
-            {
-                "created": self._reply.meta.created,
-                "model": self._spec.model,
-                "num_prompt_tokens": len(self._spec.prompt_token_ids),
-                "num_choices": self._spec.num_choices,
-            },
-        )
-        self._reply.emit(EventKind.IN_PROGRESS, {})
+        created = {
+            "created": self._reply.meta.created,
+            "model": self._spec.model,
+            "num_prompt_tokens": len(self._spec.prompt_token_ids),
+            "num_choices": self._spec.num_choices,
+        }
+        self._once(EventKind.CREATED, created)
+        self._once(EventKind.IN_PROGRESS, {})
         for choice in range(self._spec.num_choices):
-            self._reply.emit(EventKind.ITEM_START, {"choice": choice})
-            self._reply.emit(EventKind.PART_START, {"choice": choice})
+            self._once(EventKind.ITEM_START, {"choice": choice})
+            self._once(EventKind.PART_START, {"choice": choice})
 
     def delta(self, choice: int, delta: decode_pb2.Delta, call: DecodeCall) -> None:
         now = self._clock()
@@ -83,9 +99,8 @@ class ReplyWriter:
         if self._spec.sampling.logprobs is not None:
             payload["logprobs"] = [self._logprob(token) for token in delta.tokens]
         payload["at_ms"] = self._at_ms()
-        self._reply.emit(EventKind.DELTA, payload)
+        self._note(self._reply.emit(EventKind.DELTA, payload))
         progress = self._choices[choice]
-        progress.num_tokens += len(delta.tokens)
         if progress.last_delta_at is not None:
             self._metrics.observe_itl(now - progress.last_delta_at, self._spec.model)
         progress.last_delta_at = now
@@ -122,30 +137,41 @@ class ReplyWriter:
     def _close_choice(self, choice: int, reason: str, token_ids: list[int]) -> None:
         progress = self._choices[choice]
         for kind in (EventKind.TEXT_DONE, EventKind.PART_DONE, EventKind.ITEM_DONE):
-            self._reply.emit(kind, {"choice": choice})
-        self._reply.emit(
-            EventKind.FINISH,
-            {
-                "choice": choice,
-                "reason": reason,
-                "token_ids": token_ids,
-                "num_generated_tokens": progress.num_tokens,
-                "at_ms": self._at_ms(),
-            },
-        )
+            self._once(kind, {"choice": choice})
+        finish = {
+            "choice": choice,
+            "reason": reason,
+            "token_ids": token_ids,
+            "num_generated_tokens": progress.num_tokens,
+            "at_ms": self._at_ms(),
+        }
+        self._once(EventKind.FINISH, finish)
         progress.finish_reason = reason
 
     def _usage(self) -> None:
         num_prompt = len(self._spec.prompt_token_ids)
-        self._reply.emit(
-            EventKind.USAGE,
-            {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": self.num_generated_tokens,
-                "total_tokens": num_prompt + self.num_generated_tokens,
-                "cached_tokens": min(self.num_cached_tokens, num_prompt),
-            },
-        )
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.num_generated_tokens,
+            "total_tokens": num_prompt + self.num_generated_tokens,
+            "cached_tokens": min(self.num_cached_tokens, num_prompt),
+        }
+        self._once(EventKind.USAGE, usage)
+
+    def _once(self, kind: EventKind, payload: dict[str, Any]) -> None:
+        """Emits an event of a kind that comes once for a reply or a choice, unless it is there."""
+        if (kind, payload.get("choice")) not in self._written:
+            self._note(self._reply.emit(kind, payload))
+
+    def _note(self, event: Event) -> None:
+        choice = event.payload.get("choice")
+        if event.kind is EventKind.DELTA:
+            self._choices[event.payload["choice"]].num_tokens += len(event.payload["token_ids"])
+            return
+        self._written.add((event.kind, choice))
+        if event.kind is EventKind.FINISH:
+            self._choices[event.payload["choice"]].finish_reason = event.payload["reason"]
+            self._choices[event.payload["choice"]].num_tokens = event.payload["num_generated_tokens"]
 
     def _done(self) -> None:
         at_ms = self._at_ms()

@@ -5,9 +5,10 @@ Must not know: HTTP, formats, routing.
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
 from baton.v1 import common_pb2
+from gateway.event_log import ReplyMeta
 
 OnDisconnect = Literal["cancel", "grace", "continue"]
 
@@ -71,6 +72,29 @@ class ReplySpec:
     on_disconnect: OnDisconnect = "grace"
     format: str = "chat"
     format_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_meta(cls, meta: ReplyMeta) -> Self:
+        """What `as_dict` and the meta's own fields stored, for whoever goes on with the reply."""
+        request = meta.request
+        sampling = dict(request["sampling"])
+        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
+        for name in ("stop", "stop_token_ids"):
+            sampling[name] = tuple(sampling[name])
+        return cls(
+            model=meta.model,
+            fingerprint=meta.fingerprint,
+            prompt_token_ids=tuple(meta.prompt_token_ids),
+            sampling=Sampling(**sampling),
+            timeout_s=request["timeout_s"],
+            num_choices=request["num_choices"],
+            seed=meta.seed,
+            priority=request["priority"],
+            owner_hash=meta.owner_hash,
+            on_disconnect=cast(OnDisconnect, meta.on_disconnect),
+            format=meta.format,
+            format_options=meta.format_options,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """What is stored beside the log, as JSON; prompt, seed and model have fields of their own."""

@@ -58,6 +58,7 @@ HTTP_RESPONSE_STATUS_CODE = "http.response.status_code"
 # --- The project's own attributes
 BATON_REPLY_ID = "baton.reply.id"
 BATON_REPLY_EPOCH = "baton.reply.epoch"
+BATON_LINK_REASON = "baton.link.reason"  # why a span continues another
 BATON_PREFILL_TARGET = "baton.prefill.target"
 BATON_PREFILL_ATTEMPTS = "baton.prefill.attempts"
 BATON_KV_BYTES = "baton.kv.bytes"

@@ -19,10 +19,17 @@ class Frame:
     @property
     def text(self) -> str:
         """Reply text of an OpenAI chat chunk."""
-        if self.data == "[DONE]":
-            return ""
-        chunk: dict[str, Any] = json.loads(self.data)
-        return "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
+        return "".join(choice["delta"].get("content") or "" for choice in self.choices)
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The choices of an OpenAI chat chunk; none in other events."""
+        return [] if self.data == "[DONE]" else json.loads(self.data).get("choices", [])
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        """The usage of an OpenAI chat chunk."""
+        return None if self.data == "[DONE]" else json.loads(self.data).get("usage")
 
 
 def _request(method: str, path: str, body: bytes, headers: dict[str, str]) -> bytes:
