@@ -40,8 +40,9 @@ def cancelled_ending(meta: ReplyMeta, events: Sequence[Event]) -> list[Emission]
         for opening, closing in _CLOSING:
             if (opening, choice) in seen and (closing, choice) not in seen:
                 ending.append((closing, {"choice": choice}))
-        finish: dict[str, Any] = {"choice": choice, "reason": "cancelled", "token_ids": [], "at_ms": at_ms}
-        ending.append((EventKind.FINISH, finish | {"num_generated_tokens": _num_tokens(events, choice)}))
+        counts = {"num_generated_tokens": _num_tokens(events, choice), "num_cached_tokens": 0}
+        finish = {"choice": choice, "reason": "cancelled", "token_ids": [], **counts, "at_ms": at_ms}
+        ending.append((EventKind.FINISH, finish))
     if EventKind.USAGE not in kinds:
         prompt, completion = created.get("num_prompt_tokens", 0), _num_tokens(events, None)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": 0}

@@ -27,7 +27,8 @@ class EventKind(StrEnum):
     part_done    {"choice"}
     item_done    {"choice"}
     finish       {"choice", "reason": "stop" | "length" | "cancelled", "token_ids": [int, ...]
-                  (tokens without text), "num_generated_tokens": int, "at_ms"}
+                  (tokens without text), "num_generated_tokens": int, "num_cached_tokens": int
+                  (of the prompt, the most that any choice found cached so far), "at_ms"}
     usage        {"prompt_tokens", "completion_tokens", "total_tokens", "cached_tokens"}
     done         {"timings": {stage: ms}, "at_ms"}
     error        {"status": int, "type": str, "code": str, "message": str, "timings": {stage: ms},

@@ -49,10 +49,10 @@ class ReplyWriter:
         self._metrics = metrics
         self._clock = clock
         self._choices = [_ChoiceProgress() for _ in range(spec.num_choices)]
+        self.num_cached_tokens = 0
         self._written: set[tuple[EventKind, int | None]] = set()  # of the kinds that come once
         for event in reply.events:
             self._note(event)
-        self.num_cached_tokens = 0
 
     @property
     def num_generated_tokens(self) -> int:
@@ -143,6 +143,7 @@ class ReplyWriter:
             "reason": reason,
             "token_ids": token_ids,
             "num_generated_tokens": progress.num_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
             "at_ms": self._at_ms(),
         }
         self._once(EventKind.FINISH, finish)
@@ -172,6 +173,7 @@ class ReplyWriter:
         if event.kind is EventKind.FINISH:
             self._choices[event.payload["choice"]].finish_reason = event.payload["reason"]
             self._choices[event.payload["choice"]].num_tokens = event.payload["num_generated_tokens"]
+            self.num_cached_tokens = max(self.num_cached_tokens, event.payload["num_cached_tokens"])
 
     def _done(self) -> None:
         at_ms = self._at_ms()
