@@ -41,7 +41,13 @@ def cancelled_ending(meta: ReplyMeta, events: Sequence[Event]) -> list[Emission]
             if (opening, choice) in seen and (closing, choice) not in seen:
                 ending.append((closing, {"choice": choice}))
         counts = {"num_generated_tokens": _num_tokens(events, choice), "num_cached_tokens": 0}
-        finish = {"choice": choice, "reason": "cancelled", "token_ids": [], **counts, "at_ms": at_ms}
+        finish: dict[str, Any] = {
+            "choice": choice,
+            "reason": "cancelled",
+            "token_ids": [],
+            **counts,
+            "at_ms": at_ms,
+        }
         ending.append((EventKind.FINISH, finish))
     if EventKind.USAGE not in kinds:
         prompt, completion = created.get("num_prompt_tokens", 0), _num_tokens(events, None)
