@@ -102,15 +102,19 @@ async def until_logged(
         await asyncio.sleep(RETRY_S)
 
 
-async def interrupted(
+class ReplyMoved(Exception):
+    """The reply that was followed is owned here now: read it from memory."""
+
+
+async def until_moved(
     pages: AsyncGenerator[list[Event], None],
     *,
     changes: Pulse,
-    is_over: Callable[[], bool],
+    has_moved: Callable[[], bool],
     silence_s: float,
     on_silence: Callable[[], None],
 ) -> AsyncGenerator[list[Event], None]:
-    """The non-empty pages of a source, until it ends or a change makes `is_over` true.
+    """The non-empty pages of a source. Raises ReplyMoved once a change has made `has_moved` true.
 
     Args:
         silence_s: after so long without a page `on_silence` is called, again and again.
@@ -119,7 +123,7 @@ async def interrupted(
         page = asyncio.ensure_future(anext(pages, None))
         change = asyncio.ensure_future(changes.next().wait())
         try:
-            while not is_over():
+            while not has_moved():
                 done, _ = await asyncio.wait(
                     {page, change}, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -134,6 +138,7 @@ async def interrupted(
                     if events:
                         yield events
                     page = asyncio.ensure_future(anext(pages, None))
+            raise ReplyMoved
         finally:
             page.cancel()
             change.cancel()

@@ -25,7 +25,7 @@ from gateway.event_log import (
     check_reply_id,
 )
 from gateway.events import Event
-from gateway.following import follow_from, interrupted, until_logged
+from gateway.following import ReplyMoved, follow_from, until_logged, until_moved
 from gateway.group_commit import GroupCommit
 from gateway.leases import lapsed_lease
 from gateway.orphans import Orphans
@@ -172,40 +172,30 @@ class ReplyHub:
         cursor, epoch, ended = after, after_epoch, False
         while not ended:
             reply = self._owned.get(reply_id)
-            moved = False
-
-            def has_moved() -> bool:
-                nonlocal moved
-                moved = moved or reply_id in self._owned
-                return moved
-
-            source = (
-                reply.read(cursor, epoch)
-                if reply is not None
-                else self._elsewhere(reply_id, cursor, epoch, has_moved)
-            )
+            source = reply.read(cursor, epoch) if reply else self._elsewhere(reply_id, cursor, epoch)
             try:
                 async with aclosing(source) as pages:
                     async for page in pages:
                         cursor, epoch, ended = page[-1].seq, page[-1].epoch, page[-1].is_terminal
                         yield page
+                ended = ended or reply is None or not reply.fenced
+            except ReplyMoved:
+                _log.debug("reply %s is read from memory from event %d on", reply_id, cursor)
             finally:
                 if reply is not None:
                     self._retire(reply)
-            # A source that ended early: the reply has gone to another gateway, or has come to this one.
-            ended = ended or not (moved or (reply is not None and reply.fenced))
 
     def _elsewhere(
-        self, reply_id: str, after: int, after_epoch: int | None, has_moved: Callable[[], bool]
+        self, reply_id: str, after: int, after_epoch: int | None
     ) -> AsyncGenerator[list[Event], None]:
-        """Follows the log until the reply has ended or is owned here; looks after a silent owner."""
+        """Follows the log until the reply has ended; looks after a silent owner. Raises ReplyMoved."""
         pages = follow_from(
             self.log, reply_id, after, after_epoch, patience_s=self._outage_patience_s, clock=self._clock
         )
-        return interrupted(
+        return until_moved(
             pages,
             changes=self._adoptions,
-            is_over=has_moved,
+            has_moved=lambda: reply_id in self._owned,
             silence_s=self._lease_s,
             on_silence=lambda: self.orphans.rescue(reply_id),
         )
