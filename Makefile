@@ -31,11 +31,13 @@ up: setup
 down status:
 	@if [ -x $(BIN)/baton ]; then $(BIN)/baton $@; else echo "nothing was set up here"; fi
 
+# The slow ones start whole stacks, and measure: one at a time.
 test: setup lint model
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 -m "not slow" tests/unit tests/integration
+	$(BIN)/pytest -m slow
 
 test-fast: setup
-	$(BIN)/pytest -m "not slow" tests/unit tests/integration
+	$(BIN)/pytest -n 2 -m "not slow" tests/unit tests/integration
 
 lint: $(INSTALLED) $(STUBS)
 	$(BIN)/ruff check .
