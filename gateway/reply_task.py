@@ -124,7 +124,7 @@ class ReplyTask:
                 name = semconv.BATON_TTFT_MS if stage == "ttft" else semconv.ttft_stage_attribute(stage)
                 span.set_attribute(name, stage_ms)
             self._metrics.observe_ttft(ttft, reply.meta.model)
-        if not reply.fenced:  # else the new owner reports it
+        if reply.ended and not reply.fenced:  # else whoever goes on with it reports it
             self._metrics.observe_reply(
                 outcome=outcome,
                 finish_reason=writer.finish_reasons[-1] if writer.finish_reasons else "",

@@ -7,6 +7,7 @@ leaves nobody waiting. A subclass computes; it is told when a sequence becomes r
 import asyncio
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -27,7 +28,7 @@ from services.engine.sequence import EngineSequence, SequenceState
 log = structlog.get_logger()
 
 
-class PagedEngine:
+class PagedEngine(ABC):
     """Base of the engines; implements `interface.Engine` but for start and close."""
 
     natural_length: ClassVar[int | None] = None  # of a simulated reply
@@ -148,8 +149,9 @@ class PagedEngine:
         self._live.discard(sequence)
         self._remove(sequence)
 
+    @abstractmethod
     def on_runnable(self, sequence: EngineSequence) -> None:
-        raise NotImplementedError
+        """The sequence can be computed from now on."""
 
     def check_imported(self, sequence: EngineSequence) -> None:
         """Looks at a complete import before it joins. Raises InvalidKvPage. A model cannot tell."""

@@ -101,3 +101,22 @@ async def test_a_model_that_is_gone_ends_the_reply_with_a_typed_error() -> None:
         await eventually(lambda: reply.settled)
         assert error_of(reply)["code"] == "model_replaced"
         assert text_of(reply) == text_of(whole)[: len(text_of(reply))]
+
+
+class DurableLog(MemoryEventLog):
+    """A log that outlives its gateway, as far as the gateway can tell."""
+
+    @property
+    def is_durable(self) -> bool:
+        return True
+
+
+async def test_a_gateway_that_stops_leaves_its_replies_to_others_and_counts_none() -> None:
+    worker = FakeWorker(script=Script(token_delay_s=0.05))
+    async with gateway(worker, log=DurableLog("g1")) as gw:
+        reply = await gw.start()
+        await eventually(lambda: len(reply.events) > 6)
+        await gw.generations.close()
+        await eventually(lambda: worker.num_running == 0)
+        assert not reply.ended
+        assert b"gen_ai_server_request_duration_seconds_count{" not in gw.metrics.render()[0]
