@@ -71,6 +71,9 @@ class HfEngine(PagedEngine):
     def on_runnable(self, sequence: EngineSequence) -> None:
         self._work.notify()
 
+    def check_imported(self, sequence: EngineSequence) -> None:
+        """Nothing to see: what keys and values should be, only the model itself could tell."""
+
     def _remove(self, sequence: EngineSequence) -> None:
         if sequence not in self._in_flight:
             super()._remove(sequence)

@@ -153,8 +153,9 @@ class PagedEngine(ABC):
     def on_runnable(self, sequence: EngineSequence) -> None:
         """The sequence can be computed from now on."""
 
+    @abstractmethod
     def check_imported(self, sequence: EngineSequence) -> None:
-        """Looks at a complete import before it joins. Raises InvalidKvPage. A model cannot tell."""
+        """Looks at a complete import before it joins. Raises InvalidKvPage."""
 
     # For the subclasses
 
