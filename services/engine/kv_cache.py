@@ -60,6 +60,12 @@ class KvCache:
         blocks = torch.tensor(block_table, dtype=torch.long)[positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block, keys and values of every layer."""
+        size = self.block_size
+        kept = self._pool[:, :, source * size : (source + 1) * size]
+        self._pool[:, :, target * size : (target + 1) * size] = kept
+
     def export_range(
         self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int
     ) -> torch.Tensor:
