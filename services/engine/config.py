@@ -16,6 +16,7 @@ class EngineConfig:
         max_model_len: prompt and reply together; None takes the model's own bound.
         max_batched_tokens: token budget of one step, over all sequences.
         prefill_chunk: most tokens of one prompt in one step.
+        prefix_cache: whether sequences use what earlier ones have computed for the same tokens.
         threads: torch threads of the process.
         precision: of the linear layers.
     """
@@ -29,6 +30,7 @@ class EngineConfig:
     max_batched_tokens: int = 512
     prefill_chunk: int = 256
     max_model_len: int | None = None
+    prefix_cache: bool = True
     threads: int = 1
     precision: Precision = Precision.FP32
     sim_prefill_ms_per_token: float = 0.0

@@ -27,6 +27,7 @@ from services.engine.request import (
 from services.engine.sampler import SampleRow, sample
 from services.engine.scheduler import ScheduledChunk
 from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.step_times import StepClock, StepTimes
 
 log = structlog.get_logger()
 
@@ -36,9 +37,14 @@ Deliveries = list[tuple[EngineSequence, list[SequenceEvent]]]
 
 
 class HfEngine(PagedEngine):
-    """A transformers model behind `interface.Engine`."""
+    """A transformers model behind `interface.Engine`.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        on_step: told in the engine's thread what each step took.
+    """
+
+    def __init__(self, config: EngineConfig, on_step: Callable[[StepTimes], None] | None = None) -> None:
+        self._on_step = on_step
         torch.set_num_threads(config.threads)
         self._runner = ModelRunner(config.model, config.precision)
         super().__init__(
@@ -92,36 +98,50 @@ class HfEngine(PagedEngine):
         """Steps, until the engine closes or cannot compute any more."""
         num_failed = 0
         while num_failed < _MAX_FAILED_STEPS:
-            with self._work:
-                if admitted := self.scheduler.admit():
-                    self._on_loop(partial(self._announce, admitted))
-                while not self._stopping and not self.scheduler.has_runnable:
-                    self._work.wait()
-                if self._stopping:
-                    return
-                chunks = self.scheduler.schedule()
-                self._in_flight = {chunk.sequence for chunk in chunks}
+            clock = StepClock()
+            chunks = self._next_chunks(clock)
+            if self._stopping:
+                return
             started = time.monotonic()
             try:
-                tokens = self._compute(chunks)
+                tokens = self._compute(chunks, clock)
             except Exception as error:
                 log.exception("step failed", sequences=len(chunks))
                 num_failed += 1
                 self._hand_over(self._abandon(chunks), EngineStopped(f"a step failed: {error}"))
                 continue
             num_failed = 0
+            detokenized_s = _detokenized_s(chunks)
             with self._work:
                 self._in_flight = set()
                 deliveries = self._take_in(chunks, tokens, started, time.monotonic())
             self._hand_over(deliveries)
+            if self._on_step is not None and chunks:
+                self._on_step(clock.times(chunks, _detokenized_s(chunks) - detokenized_s))
 
-    def _compute(self, chunks: Sequence[ScheduledChunk]) -> list[SampledToken]:
+    def _next_chunks(self, clock: StepClock) -> list[ScheduledChunk]:
+        """What the next step runs; waits until there is something, or the engine is to stop."""
+        with self._work:
+            if admitted := self.scheduler.admit():
+                self._on_loop(partial(self._announce, admitted))
+            while not self._stopping and not self.scheduler.has_runnable:
+                self._work.wait()
+                clock.began = time.perf_counter()
+            chunks = [] if self._stopping else self.scheduler.schedule()
+            self._in_flight = {chunk.sequence for chunk in chunks}
+        clock.scheduled = time.perf_counter()
+        return chunks
+
+    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[SampledToken]:
         if not chunks:
             return []
         logits = self._runner.forward(chunks)
+        clock.forwarded = time.perf_counter()
         rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples]
         with torch.inference_mode():
-            return sample(logits, rows) if rows else []
+            tokens = sample(logits, rows) if rows else []
+        clock.sampled = time.perf_counter()
+        return tokens
 
     def _sample_row(self, sequence: EngineSequence) -> SampleRow:
         request = sequence.request
@@ -148,6 +168,7 @@ class HfEngine(PagedEngine):
                 self._remove(sequence)
                 continue
             sequence.num_computed_tokens = chunk.end
+            self.on_computed(sequence)
             self._count_computed(sequence, chunk.start, chunk.end)
             _note_times(sequence, started, ended, sampled=token is not None)
             deliveries.append((sequence, self._advance(chunk, token)))
@@ -156,11 +177,11 @@ class HfEngine(PagedEngine):
     def _advance(self, chunk: ScheduledChunk, token: SampledToken | None) -> list[SequenceEvent]:
         sequence = chunk.sequence
         if sequence.mode is not SubmitMode.PREFILL_ONLY:
-            return [] if token is None else sequence.take_token(token)
+            return [] if token is None else sequence.take_tokens([token])
         events: list[SequenceEvent] = [ChunkComputed(chunk.start, chunk.end)]
         if token is not None:
             sequence.state = SequenceState.ENDED  # the blocks stay until the pages have been taken
-            events.append(FirstTokenSampled(token))
+            events.append(FirstTokenSampled(token, sequence.num_cached_tokens))
         return events
 
     def _abandon(self, chunks: Sequence[ScheduledChunk]) -> Deliveries:
@@ -191,6 +212,10 @@ class HfEngine(PagedEngine):
     def _fail(self) -> None:
         self._stop("the engine has failed: see the worker's log")
         self._has_failed.set()
+
+
+def _detokenized_s(chunks: Sequence[ScheduledChunk]) -> float:
+    return sum(chunk.sequence.detokenize_s for chunk in chunks)
 
 
 def _note_times(sequence: EngineSequence, started: float, ended: float, *, sampled: bool) -> None:

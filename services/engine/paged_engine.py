@@ -57,6 +57,7 @@ class PagedEngine(ABC):
         self.cache = KvCache(layout, num_blocks, config.block_size)
         self.scheduler = Scheduler(
             BlockManager(num_blocks),
+            copy_block=self.cache.copy_block if config.prefix_cache else None,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,
@@ -128,6 +129,7 @@ class PagedEngine(ABC):
                 running=self.scheduler.num_running,
                 waiting=self.scheduler.num_waiting,
                 blocks_used=self.scheduler.blocks.num_used,
+                blocks_cached=self.scheduler.blocks.num_cached,
                 blocks_total=self.scheduler.blocks.num_blocks,
                 prompt_tokens_computed=self.num_prompt_tokens_computed,
                 tokens_recomputed=self.scheduler.num_tokens_recomputed + self.num_continued_tokens_computed,
@@ -141,6 +143,12 @@ class PagedEngine(ABC):
 
     def lock(self) -> threading.RLock:
         return self._lock
+
+    def adopt_prefix(self, sequence: EngineSequence) -> None:
+        self.scheduler.adopt_prefix(sequence)
+
+    def on_computed(self, sequence: EngineSequence) -> None:
+        self.scheduler.note_computed(sequence)
 
     def on_ended(self, sequence: EngineSequence) -> None:
         self._remove(sequence)

@@ -47,7 +47,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One sequence to compute. `generated_token_ids` makes it a continuation: these tokens stand."""
+    """One sequence to compute. `generated_token_ids` makes it a continuation: these tokens stand.
+
+    Sequences share cached prefixes only if their `cache_salt` is the same.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -55,6 +58,7 @@ class EngineRequest:
     generated_token_ids: tuple[int, ...] = ()
     choice_index: int = 0
     priority: int = 0  # higher first
+    cache_salt: str = ""
 
     @property
     def num_context_tokens(self) -> int:
@@ -89,6 +93,7 @@ class FirstTokenSampled:
     """Ends the compute of a PREFILL_ONLY sequence; its blocks stay until it is released."""
 
     token: SampledToken
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,19 @@
 Invariants:
 - running sequences never wait for reservations: those not yet filled take at most half the pool;
 - a sequence ahead of another is never preempted for it, so the first one always makes progress;
-- a preempted sequence re-enters before new ones; its tokens stand and are computed again.
+- a preempted sequence re-enters before new ones; its tokens stand and are computed again;
+- a block that a sequence writes to is its own: what the prefix cache gives is shared whole or copied.
 
 Knows counts of tokens and blocks, neither tensors nor text.
 """
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.engine.block_manager import BlockManager, blocks_for
 from services.engine.errors import QueueFull
+from services.engine.prefix_cache import NO_MATCH, PrefixMatch, find_prefix
 from services.engine.request import SubmitMode
 from services.engine.sequence import EngineSequence, SequenceState
 
@@ -35,12 +38,17 @@ class ScheduledChunk:
 
 
 class Scheduler:
-    """Admission in order of priority and arrival, then continuous batching under a token budget."""
+    """Admission in order of priority and arrival, then continuous batching under a token budget.
+
+    Args:
+        copy_block: copies the content of one block (first) into another; None turns the prefix cache off.
+    """
 
     def __init__(
         self,
         blocks: BlockManager,
         *,
+        copy_block: Callable[[int, int], None] | None,
         block_size: int,
         max_num_seqs: int,
         max_queue_len: int,
@@ -48,6 +56,7 @@ class Scheduler:
         prefill_chunk: int,
     ) -> None:
         self.blocks = blocks
+        self._copy_block = copy_block
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_queue_len = max_queue_len
@@ -55,6 +64,7 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._waiting: list[EngineSequence] = []  # best first
         self._holding: list[EngineSequence] = []  # every sequence with blocks, best first
+        self._being_computed: dict[bytes, EngineSequence] = {}  # digests that somebody will publish
         self.num_tokens_recomputed = 0
 
     @property
@@ -78,11 +88,20 @@ class Scheduler:
         insort(self._waiting, sequence, key=_rank)
 
     def admit(self) -> list[EngineSequence]:
-        """Gives blocks to waiting sequences, in order, as long as the first one fits."""
+        """Gives blocks to waiting sequences, in order, as long as the first one fits.
+
+        One whose prefix somebody is computing right now waits for it rather than compute it again; those
+        behind it need not wait.
+        """
         admitted = []
-        while self._waiting and self._can_admit(self._waiting[0]):
-            sequence = self._waiting.pop(0)
-            sequence.block_table = self.blocks.allocate(self._blocks_at_admission(sequence))
+        for sequence in tuple(self._waiting):
+            match = self._find_prefix(sequence)
+            if match.missing in self._being_computed:
+                continue
+            if not self._can_admit(sequence, match):
+                break
+            self._waiting.remove(sequence)
+            self._take_blocks(sequence, match)
             waits_for_kv = sequence.mode is SubmitMode.HANDOFF and not sequence.computes_locally
             sequence.state = SequenceState.RESERVED if waits_for_kv else SequenceState.RUNNING
             insort(self._holding, sequence, key=_rank)
@@ -122,28 +141,93 @@ class Scheduler:
                 return False
         return True
 
+    def adopt_prefix(self, sequence: EngineSequence) -> None:
+        """Uses what is cached for a sequence that holds blocks and has computed nothing yet."""
+        match = self._find_prefix(sequence)
+        count = len(match.blocks)
+        self.blocks.share(match.blocks)
+        self.blocks.free(sequence.block_table[:count])
+        sequence.block_table[:count] = match.blocks
+        self._start_after(sequence, match)
+
+    def note_computed(self, sequence: EngineSequence) -> None:
+        """Publishes what the sequence has filled up to `num_computed_tokens`; call whenever that grows."""
+        if self._copy_block is None:
+            return
+        num_computed, context = sequence.num_computed_tokens, sequence.request.num_context_tokens
+        digests = sequence.prefix_digests.full_blocks(sequence.token_ids, num_computed)
+        for number in range(sequence.num_published_blocks, len(digests)):
+            self._publish(sequence.block_table[number], digests[number])
+        sequence.num_published_blocks = len(digests)
+        # The context's last block, for choices and retries with the same prompt; it is copied, not shared.
+        if num_computed >= context and context % self._block_size and not sequence.has_published_tail:
+            digest = sequence.prefix_digests.last_block(sequence.token_ids, context)
+            self._publish(sequence.block_table[context // self._block_size], digest)
+            sequence.has_published_tail = True
+
     def remove(self, sequence: EngineSequence) -> None:
         """Forgets a sequence and frees its blocks; nothing if it is not here."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         if sequence in self._holding:
-            self._holding.remove(sequence)
-            self.blocks.free(sequence.block_table)
-            sequence.block_table = []
+            self._let_go(sequence)
 
     def _preempt(self, victim: EngineSequence) -> None:
-        self._holding.remove(victim)
-        self.blocks.free(victim.block_table)
-        victim.block_table = []
-        self.num_tokens_recomputed += victim.num_computed_tokens
+        self._let_go(victim)
         victim.preempt()
         insort(self._waiting, victim, key=_rank)
 
-    def _can_admit(self, sequence: EngineSequence) -> bool:
+    def _let_go(self, sequence: EngineSequence) -> None:
+        self._holding.remove(sequence)
+        self.blocks.free(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_published_blocks = 0
+        sequence.has_published_tail = False
+        for digest in [d for d, author in self._being_computed.items() if author is sequence]:
+            del self._being_computed[digest]
+
+    def _find_prefix(self, sequence: EngineSequence) -> PrefixMatch:
+        """Nothing for a sequence that imports its KV cache: what it writes must be its own."""
+        imports = sequence.state is SequenceState.WAITING and not sequence.computes_locally
+        if self._copy_block is None or imports:
+            return NO_MATCH
+        return find_prefix(self.blocks, sequence.prefix_digests, sequence.token_ids, self._block_size)
+
+    def _take_blocks(self, sequence: EngineSequence, match: PrefixMatch) -> None:
+        self.blocks.share(match.blocks)
+        fresh = self.blocks.allocate(self._blocks_at_admission(sequence) - len(match.blocks))
+        sequence.block_table = [*match.blocks, *fresh]
+        if sequence.computes_locally:
+            self._start_after(sequence, match)
+        self.num_tokens_recomputed += max(0, sequence.num_lost_tokens - match.num_tokens)
+        sequence.num_lost_tokens = 0
+
+    def _start_after(self, sequence: EngineSequence, match: PrefixMatch) -> None:
+        """Goes on behind the cached prefix, and announces what the sequence will publish itself."""
+        if self._copy_block is None:
+            return
+        num_shared = len(match.blocks)
+        if match.tail is not None:
+            # At once: the tail may be evicted, even be the very block that it is copied to.
+            self._copy_block(match.tail, sequence.block_table[num_shared])
+        sequence.start_after_prefix(match.num_tokens)
+        sequence.num_published_blocks = num_shared
+        context = sequence.request.num_context_tokens
+        digests = sequence.prefix_digests.full_blocks(sequence.token_ids, context)
+        last = sequence.prefix_digests.last_block(sequence.token_ids, context)
+        for digest in (*digests[num_shared:], last):
+            if self.blocks.find(digest) is None:
+                self._being_computed.setdefault(digest, sequence)
+
+    def _publish(self, block: int, digest: bytes) -> None:
+        self.blocks.publish(block, digest)
+        self._being_computed.pop(digest, None)
+
+    def _can_admit(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
         if len(self._holding) >= self._max_num_seqs:
             return False
         needed = self._blocks_at_admission(sequence)
-        if not self.blocks.can_allocate(needed):
+        if not self.blocks.can_allocate(needed - len(match.blocks), sharing=match.blocks):
             return False
         if sequence.mode is not SubmitMode.HANDOFF or sequence.computes_locally:
             return True
@@ -153,8 +237,17 @@ class Scheduler:
         return not reserved or reserved + needed <= self.blocks.num_blocks // 2
 
     def _can_admit_next_to(self, sequence: EngineSequence) -> bool:
-        """Whether it would be admitted at once: then a queue of length zero is no obstacle."""
-        return not self._waiting and self._can_admit(sequence)
+        """Whether it would be admitted at once: then a queue of length zero is no obstacle.
+
+        Those who wait only for somebody's prefix hold nobody up, as long as there is a place for each.
+        """
+        if len(self._holding) + len(self._waiting) >= self._max_num_seqs:
+            return False
+        waits = [other for other in self._waiting if not self._follows(other)]
+        return not waits and self._can_admit(sequence, self._find_prefix(sequence))
+
+    def _follows(self, sequence: EngineSequence) -> bool:
+        return self._find_prefix(sequence).missing in self._being_computed
 
     def _blocks_at_admission(self, sequence: EngineSequence) -> int:
         """The context's blocks and one more, but never more than the sequence can ever fill."""

@@ -7,7 +7,7 @@ Knows nothing of how tokens are computed.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import Protocol
@@ -18,7 +18,9 @@ from services.engine.detokenizer import TextStream
 from services.engine.errors import EngineError, InvalidKvPage, SequenceReleased
 from services.engine.kv_cache import KvCache
 from services.engine.kv_coverage import KvCoverage
+from services.engine.prefix_cache import PrefixDigests
 from services.engine.request import (
+    ChunkComputed,
     EngineRequest,
     FinishReason,
     FirstTokenSampled,
@@ -49,7 +51,9 @@ class SequenceHost(Protocol):
     eos_token_ids: frozenset[int]
 
     def lock(self) -> AbstractContextManager[object]: ...
+    def adopt_prefix(self, sequence: "EngineSequence") -> None: ...
     def check_imported(self, sequence: "EngineSequence") -> None: ...
+    def on_computed(self, sequence: "EngineSequence") -> None: ...
     def on_runnable(self, sequence: "EngineSequence") -> None: ...
     def on_ended(self, sequence: "EngineSequence") -> None: ...
     def on_released(self, sequence: "EngineSequence") -> None: ...
@@ -81,11 +85,17 @@ class EngineSequence:
         self.token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
+        self.prefix_digests = PrefixDigests(request.cache_salt, host.cache.block_size)
+        self.num_published_blocks = 0  # of the block table's beginning, in the prefix cache
+        self.has_published_tail = False
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
+        self.num_lost_tokens = 0  # computed before a preemption
         self.was_preempted = False
         self.computes_locally = mode is not SubmitMode.HANDOFF
         self.submitted_at = time.monotonic()
         self.first_chunk_at: float | None = None
         self.joined_at: float | None = None
+        self.detokenize_s = 0.0
         self._host = host
         self._text = text
         self._natural_length = natural_length
@@ -153,7 +163,7 @@ class EngineSequence:
                 raise ValueError("the first token has been accepted already")
             if token.token_id >= self._host.vocab_size:
                 raise InvalidKvPage(f"first token {token.token_id} is none of the model's")
-            events = self.take_token(token)
+            events = self.take_tokens([token])
         self.post(events)
 
     def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
@@ -192,6 +202,7 @@ class EngineSequence:
                 raise InvalidKvPage("the sequence cannot join: it has no first token")
             self._host.check_imported(self)
             self.num_computed_tokens = self.request.num_context_tokens
+            self._host.on_computed(self)
             self.joined_at = time.monotonic()
             self._run()
 
@@ -201,7 +212,7 @@ class EngineSequence:
                 return
             if self.state is not SequenceState.RESERVED:
                 raise SequenceReleased(self.request.request_id)
-            self.num_computed_tokens = 0
+            self._host.adopt_prefix(self)
             self._run()
 
     def release(self) -> None:
@@ -227,28 +238,37 @@ class EngineSequence:
         """Blocks are held (or none are needed): wakes `reserved`."""
         if self.mode is SubmitMode.HANDOFF and self.timings.queue_s is None:
             self.timings.queue_s = time.monotonic() - self.submitted_at
+        if self.mode is SubmitMode.PREFILL_ONLY and self.num_cached_tokens:
+            self.post([ChunkComputed(0, self.num_cached_tokens)])
         self._reserved.set()
 
     # With the lock held, in the engine's thread too
 
-    def take_token(self, token: SampledToken) -> list[SequenceEvent]:
-        """Appends a sampled token; returns what it leads to. Ends the sequence where it should end."""
+    def take_tokens(self, tokens: Sequence[SampledToken]) -> list[SequenceEvent]:
+        """Appends a step's tokens; returns what they lead to.
+
+        The first one that ends the sequence is the last one taken: what a step found beyond it is dropped.
+        """
         now = time.monotonic()
         self._first_token_at = self._first_token_at or now
-        self.token_ids.append(token.token_id)
         events: list[SequenceEvent] = []
-        if self._is_end_token(token.token_id):
-            self._text.end_token(token)
-            reason: FinishReason | None = FinishReason.STOP
-        else:
-            shown = self._text.push(token)
-            if shown is not None:
-                events.append(shown)
-            reason = self._end_reason()
-        if reason is not None:
-            if not self._text.stopped and (rest := self._text.flush()):
-                events.append(rest)
-            events.append(self._finish(reason))
+        for token in tokens:
+            self.token_ids.append(token.token_id)
+            if self._is_end_token(token.token_id):
+                self._text.end_token(token)
+                reason: FinishReason | None = FinishReason.STOP
+            else:
+                began = time.perf_counter()
+                shown = self._text.push(token)
+                self.detokenize_s += time.perf_counter() - began
+                if shown is not None:
+                    events.append(shown)
+                reason = self._end_reason()
+            if reason is not None:
+                if not self._text.stopped and (rest := self._text.flush()):
+                    events.append(rest)
+                events.append(self._finish(reason))
+                break
         if events and self.timings.text_hold_s is None:
             self.timings.text_hold_s = now - self._first_token_at
         return events
@@ -262,11 +282,18 @@ class EngineSequence:
         return [] if reason is None else [self._finish(reason)]
 
     def preempt(self) -> None:
-        """The blocks are gone: everything is computed again."""
+        """The blocks are gone: what the prefix cache cannot give back is computed again."""
         self.state = SequenceState.WAITING
+        self.num_lost_tokens = self.num_computed_tokens
         self.num_computed_tokens = 0
         self.computes_locally = True
         self.was_preempted = True
+
+    def start_after_prefix(self, num_tokens: int) -> None:
+        """The first `num_tokens` positions are in the block table already."""
+        self.num_computed_tokens = num_tokens
+        if not self.was_preempted:
+            self.num_cached_tokens = num_tokens
 
     def _run(self) -> None:
         self.computes_locally = True
@@ -297,4 +324,5 @@ class EngineSequence:
             self._text.take_textless(),
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_generated_tokens=self.num_generated_tokens,
+            num_cached_tokens=min(self.num_cached_tokens, len(self.request.prompt_token_ids)),
         )

@@ -126,6 +126,7 @@ class SimEngine(PagedEngine):
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         self._write(sequence, start, end)
         sequence.num_computed_tokens = end
+        self.on_computed(sequence)
         self._count_computed(sequence, start, end)
         if sequence.mode is SubmitMode.PREFILL_ONLY:
             sequence.post([ChunkComputed(start, end)])
@@ -138,10 +139,13 @@ class SimEngine(PagedEngine):
         if sequence.mode is SubmitMode.PREFILL_ONLY:
             sequence.state = SequenceState.ENDED  # the blocks stay until the pages have been taken
             del self._runs[sequence]
-            sequence.post([FirstTokenSampled(token)])
+            sequence.post([FirstTokenSampled(token, sequence.num_cached_tokens)])
             return
         sequence.num_computed_tokens = sequence.num_tokens
-        sequence.post(sequence.take_token(token))
+        if sequence.num_tokens % self.cache.block_size == 0:  # a full block can be shared from now on
+            self._write(sequence, sequence.num_tokens - self.cache.block_size, sequence.num_tokens)
+        self.on_computed(sequence)
+        sequence.post(sequence.take_tokens([token]))
         if sequence.state is SequenceState.RUNNING and self.scheduler.grow(sequence):
             self._schedule(run)
         self._restart_preempted()

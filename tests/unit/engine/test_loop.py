@@ -1,6 +1,7 @@
 """The real engine equals transformers' `generate`, however a reply is computed."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -67,6 +68,57 @@ async def test_preemption_changes_nothing(llama: Path) -> None:
         assert [tokens for tokens, _ in replies] == expected
         assert engine.load().tokens_recomputed > 0, "the pool was large enough for all"
         assert engine.load().blocks_used == 0
+
+
+async def test_choices_share_the_prompt_and_equal_those_computed_alone(llama: Path) -> None:
+    requests = [
+        replace(make_request(PROMPTS[3], NUM_TOKENS, temperature=1.0, seed=4), choice_index=choice)
+        for choice in range(4)
+    ]
+    async with running_engine(llama, prefix_cache=False) as engine:
+        alone = [(await complete(engine, request))[0] for request in requests]
+        assert engine.load().blocks_cached == 0
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    async with running_engine(llama, block_size=8) as engine:
+        together = await asyncio.gather(*(complete(engine, request) for request in requests))
+        assert [tokens for tokens, _ in together] == alone
+        assert engine.load().prompt_tokens_computed == len(PROMPTS[3]) + 3
+        assert engine.load().blocks_used == 0
+        assert engine.load().blocks_cached > 0
+
+
+async def test_a_shared_prefix_changes_nothing(llama: Path) -> None:
+    """A conversation: each prompt is the one before, its reply, and a little more."""
+    async with running_engine(llama, prefix_cache=False) as plain, running_engine(llama) as engine:
+        prompt = PROMPTS[3]
+        for turn in range(4):
+            expected, _ = await complete(plain, make_request(prompt, NUM_TOKENS))
+            before = engine.load().prompt_tokens_computed
+            tokens, _ = await complete(engine, make_request(prompt, NUM_TOKENS))
+            assert tokens == expected
+            num_computed = engine.load().prompt_tokens_computed - before
+            assert num_computed <= (len(prompt) if turn == 0 else 5 + engine.info.block_size)
+            prompt = [*prompt, *tokens, 5, 6, 7, 8 + turn]
+
+
+async def test_tenants_share_nothing(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        for salt in ("a", "b"):
+            await complete(engine, replace(make_request(PROMPTS[3], 2), cache_salt=salt))
+        assert engine.load().prompt_tokens_computed == 2 * len(PROMPTS[3])
+
+
+async def test_a_cached_prompt_is_handed_over_whole(llama: Path) -> None:
+    expected = generate(llama, PROMPTS[3:4], NUM_TOKENS)
+    async with running_engine(llama, block_size=8) as source, running_engine(llama) as target:
+        for _ in range(2):  # the second time prefill finds the prompt in its cache
+            sequence = target.submit(make_request(PROMPTS[3], NUM_TOKENS), SubmitMode.HANDOFF)
+            moving = asyncio.create_task(hand_over(source, target, sequence))
+            tokens = [token.token_id async for event in sequence.events() for token in event.tokens]  # type: ignore[union-attr]
+            await moving
+            sequence.release()
+            assert [tokens] == expected
+        assert source.load().prompt_tokens_computed == len(PROMPTS[3]) + 1
 
 
 SAMPLINGS = [
