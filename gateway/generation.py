@@ -255,6 +255,7 @@ def _request(spec: ReplySpec, meta: ReplyMeta, choice: int, epoch: int) -> decod
         sampling=spec.sampling.to_proto(meta.seed),
         priority=spec.priority,
         fingerprint=spec.fingerprint,
+        cache_salt=meta.owner_hash,
     )
 
 

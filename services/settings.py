@@ -40,6 +40,7 @@ class WorkerSettings(ProcessSettings):
     max_batched_tokens: int = Field(512, ge=1)
     prefill_chunk: int = Field(256, ge=1)
     max_model_len: int = Field(0, ge=0)  # 0: the model's own
+    prefix_cache: bool = True
     precision: Precision = Precision.FP32  # of linear layers; fp32 is exact
     threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
     max_page_bytes: int = Field(1024 * 1024, ge=1024, le=4 * 1024 * 1024)

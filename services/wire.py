@@ -54,6 +54,7 @@ def engine_request(message: decode_pb2.GenerateRequest | prefill_pb2.PrefillRequ
         sampling=sampling_from_proto(message.sampling),
         choice_index=message.choice_index,
         priority=message.priority,
+        cache_salt=message.cache_salt,
     )
 
 

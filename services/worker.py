@@ -169,6 +169,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_batched_tokens=settings.max_batched_tokens,
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len or None,
+        prefix_cache=settings.prefix_cache,
         threads=settings.threads,
         precision=settings.precision,
         sim_prefill_ms_per_token=settings.sim_prefill_ms_per_token,

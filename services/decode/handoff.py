@@ -35,6 +35,7 @@ class HandoffReport:
     target: str = ""
     prefill_queue_ms: float = 0.0
     prefill_ms: float = 0.0
+    num_cached_tokens: int = 0  # of the prompt, on the worker that gave the first token
     transfer: Transfer | None = None
 
 
@@ -133,6 +134,7 @@ class Handoff:
         report.target = target
         report.prefill_queue_ms = message.timings.queue_ms + self._lost_ms(began)
         report.prefill_ms = message.timings.prefill_ms
+        report.num_cached_tokens = message.num_cached_tokens
         trace.get_current_span().add_event("first_token")
 
     def _lost_ms(self, until: float) -> float:
@@ -149,6 +151,7 @@ class Handoff:
             sampling=request.sampling,
             choice_index=request.choice_index,
             priority=request.priority,
+            cache_salt=request.cache_salt,
             max_page_bytes=self._worker.settings.max_page_bytes,
         )
 

@@ -57,7 +57,7 @@ class ReplyStream:
             tokens=map(token_to_proto, event.tokens),
             num_prompt_tokens=event.num_prompt_tokens,
             num_generated_tokens=event.num_generated_tokens,
-            num_cached_tokens=event.num_cached_tokens,
+            num_cached_tokens=max(event.num_cached_tokens, self._report.num_cached_tokens),
             timings=self._first_text_timings(),
         )
         transfer, timings = self._report.transfer, self._sequence.timings

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from baton.v1 import prefill_pb2
 from services import kv_page
 from services.engine.interface import Sequence
-from services.engine.request import ChunkComputed, FirstTokenSampled, ModelIdentity, SampledToken
+from services.engine.request import ChunkComputed, FirstTokenSampled, ModelIdentity
 from services.wire import token_to_proto
 
 _MS = 1000.0
@@ -29,10 +29,11 @@ class KvSender:
     ) -> None:
         self._sequence = sequence
         self._identity = identity
+        self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
         self._transfer_id = transfer_id
         self._max_page_bytes = max_page_bytes
         self._pages: deque[kv_page.PageRange] = deque()
-        self._first_token: SampledToken | None = None
+        self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
         self._ended = False
         self.num_bytes = 0
@@ -49,10 +50,12 @@ class KvSender:
                 # Cleared before looking, so that nothing which arrives after the look is missed.
                 self._changed.clear()
                 if self._first_token is not None:
-                    token, self._first_token = self._first_token, None
+                    first, self._first_token = self._first_token, None
                     yield prefill_pb2.PrefillMessage(
                         first_token=prefill_pb2.FirstToken(
-                            token=token_to_proto(token), timings=self._timings()
+                            token=token_to_proto(first.token),
+                            timings=self._timings(),
+                            num_cached_tokens=min(first.num_cached_tokens, self._num_prompt_tokens),
                         )
                     )
                 elif self._pages:
@@ -76,7 +79,7 @@ class KvSender:
                         )
                     )
                 elif isinstance(event, FirstTokenSampled):
-                    self._first_token = event.token
+                    self._first_token = event
                 self._changed.set()
         finally:
             self._ended = True
