@@ -46,6 +46,21 @@ async def test_decode_generates_from_imported_kv_alone(cluster: Cluster) -> None
     assert reply.finished.handoff.num_pages > 1
 
 
+async def test_a_prompt_seen_before_is_read_from_the_cache_by_the_same_tenant_only(cluster: Cluster) -> None:
+    """The second tenant computes it again: neither its tokens nor its timing tell of the first one's."""
+    computed, cached, texts = [], [], set()
+    for salt in ("a", "a", "b"):
+        request = generate_request(prefill_targets=cluster.targets, cache_salt=salt)
+        reply = await collect(cluster.stub.Generate(request))
+        assert reply.finished is not None
+        computed.append(cluster.prefill[0].worker.load().prompt_tokens_computed)
+        cached.append(reply.finished.num_cached_tokens)
+        texts.add(reply.text)
+    assert computed == [100, 101, 201]
+    assert cached == [0, 99, 0]
+    assert len(texts) == 1
+
+
 async def test_split_and_local_text_are_equal(cluster: Cluster, lenient: Cluster) -> None:
     split = await collect(cluster.stub.Generate(generate_request(prefill_targets=cluster.targets)))
     local = await collect(lenient.stub.Generate(generate_request()))

@@ -72,8 +72,10 @@ async def test_what_the_worker_is_asked_and_what_is_stored() -> None:
         assert tuple(request.prompt_token_ids) == SPEC.prompt_token_ids
         assert len(reply.meta.reply_id) == 40
         assert reply.meta.request["timeout_s"] == SPEC.timeout_s
-        given = await gw.finished(replace(SPEC, seed=7))
+        assert request.cache_salt == SPEC.owner_hash
+        given = await gw.finished(replace(SPEC, seed=7, owner_hash="another tenant"))
         assert given.meta.seed == 7
+        assert worker.requests[1].cache_salt == "another tenant"
         assert given.meta.reply_id != reply.meta.reply_id
 
 
