@@ -1,51 +1,17 @@
-"""Finds the KV cache that an earlier sequence has left, or another one is using, for the same tokens.
+"""Sequences use the KV cache that others have computed for the same tokens, or are computing.
 
-A block's digest covers its tokens and, through its predecessor's digest, every token before them, so equal
-digests mean equal keys and values. Full blocks are shared. A partly filled last block, which each sequence
-goes on to write, is copied instead: that costs what copy-on-write would (all but one holder of a shared tail
-would have to copy it in their first step anyway) and leaves no block that two sequences may write.
+Full blocks are shared. A partly filled last block, which each sequence goes on to write, is copied instead:
+that costs what copy-on-write would (all but one holder of a shared tail would have to copy it in their first
+step anyway) and leaves no block that two sequences may write.
 
-The salt of the chain's first digest keeps tenants apart: neither content nor timing of one tenant's prompts
-can be probed by another. Hence also a cryptographic hash.
+Knows blocks and digests; not when a sequence is let in.
 """
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from services.engine.block_manager import BlockManager
-
-_DIGEST_BYTES = 16
-
-
-class PrefixDigests:
-    """The chain of one sequence, extended as its tokens become known."""
-
-    def __init__(self, salt: str, block_size: int) -> None:
-        self._block_size = block_size
-        self._root = blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
-        self._full: list[bytes] = []
-
-    def full_blocks(self, token_ids: Sequence[int], num_tokens: int) -> list[bytes]:
-        """Digests of the full blocks within the first `num_tokens` tokens."""
-        count = num_tokens // self._block_size
-        while len(self._full) < count:
-            start = len(self._full) * self._block_size
-            self._full.append(self._digest(token_ids, start, start + self._block_size))
-        return self._full[:count]
-
-    def last_block(self, token_ids: Sequence[int], num_tokens: int) -> bytes:
-        """Digest of the block, full or not, that ends with token `num_tokens - 1`."""
-        full = self.full_blocks(token_ids, num_tokens)
-        start = len(full) * self._block_size
-        return full[-1] if start == num_tokens else self._digest(token_ids, start, num_tokens)
-
-    def _digest(self, token_ids: Sequence[int], start: int, end: int) -> bytes:
-        number = start // self._block_size
-        parent = self._full[number - 1] if number else self._root
-        tokens = array("I", token_ids[start:end]).tobytes()
-        return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+from services.engine.sequence import EngineSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +31,91 @@ class PrefixMatch:
     missing: bytes | None = None
 
 
-NO_MATCH = PrefixMatch()
+class PrefixCache:
+    """Finds, takes and publishes.
 
+    Args:
+        copy_block: copies the content of one block (first) into another; None turns the cache off.
+    """
 
-def find_prefix(
-    blocks: BlockManager, digests: PrefixDigests, token_ids: Sequence[int], block_size: int
-) -> PrefixMatch:
-    """The longest cached prefix of the tokens but the last."""
-    usable = len(token_ids) - 1
-    found: list[int] = []
-    for digest in digests.full_blocks(token_ids, usable):
-        block = blocks.find(digest)
-        if block is None:
-            return PrefixMatch(tuple(found), None, len(found) * block_size, digest)
-        found.append(block)
-    covered = len(found) * block_size
-    if covered == usable:
-        return PrefixMatch(tuple(found), None, covered, None)
-    last = digests.last_block(token_ids, len(token_ids))
-    tail = blocks.find(last)
-    if tail is None:
-        return PrefixMatch(tuple(found), None, covered, last)
-    return PrefixMatch(tuple(found), tail, usable, None)
+    def __init__(
+        self, blocks: BlockManager, block_size: int, copy_block: Callable[[int, int], None] | None
+    ) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._copy_block = copy_block
+        self._authors: dict[bytes, EngineSequence] = {}  # of blocks that are being computed
+
+    def find(self, sequence: EngineSequence) -> PrefixMatch:
+        """The longest cached prefix of the sequence's tokens but the last."""
+        if self._copy_block is None:
+            return PrefixMatch()
+        digests, token_ids = sequence.prefix.digests, sequence.token_ids
+        usable = len(token_ids) - 1
+        found: list[int] = []
+        for digest in digests.full_blocks(token_ids, usable):
+            block = self._blocks.find(digest)
+            if block is None:
+                return PrefixMatch(tuple(found), None, len(found) * self._block_size, digest)
+            found.append(block)
+        covered = len(found) * self._block_size
+        if covered == usable:
+            return PrefixMatch(tuple(found), None, covered, None)
+        last = digests.last_block(token_ids, len(token_ids))
+        tail = self._blocks.find(last)
+        if tail is None:
+            return PrefixMatch(tuple(found), None, covered, last)
+        return PrefixMatch(tuple(found), tail, usable, None)
+
+    def is_coming(self, match: PrefixMatch) -> bool:
+        """Whether somebody is computing the block where the match ends."""
+        return match.missing in self._authors
+
+    def start(self, sequence: EngineSequence, match: PrefixMatch) -> None:
+        """Lets the sequence go on behind a match whose blocks it shares; the rest is its to publish.
+
+        Copies the tail at once: it may be evicted next, or be the very block that it is copied to.
+        """
+        if self._copy_block is None:
+            return
+        num_shared = len(match.blocks)
+        if match.tail is not None:
+            self._copy_block(match.tail, sequence.block_table[num_shared])
+        sequence.start_after_prefix(match.num_tokens)
+        sequence.prefix.num_published_blocks = num_shared
+        for digest in self._context_digests(sequence)[num_shared:]:
+            if self._blocks.find(digest) is None:
+                self._authors.setdefault(digest, sequence)
+
+    def publish(self, sequence: EngineSequence) -> None:
+        """Makes findable what the sequence has filled up to `num_computed_tokens`."""
+        if self._copy_block is None:
+            return
+        prefix, size = sequence.prefix, self._block_size
+        digests = prefix.digests.full_blocks(sequence.token_ids, sequence.num_computed_tokens)
+        for number in range(prefix.num_published_blocks, len(digests)):
+            self._publish(sequence.block_table[number], digests[number])
+        prefix.num_published_blocks = len(digests)
+        # For choices and retries, which have the same context.
+        context = sequence.request.num_context_tokens
+        if context % size and sequence.num_computed_tokens >= context and not prefix.has_published_tail:
+            self._publish(sequence.block_table[context // size], self._context_digests(sequence)[-1])
+            prefix.has_published_tail = True
+
+    def forget(self, sequence: EngineSequence) -> None:
+        """The sequence has lost its blocks: it will publish nothing more."""
+        sequence.prefix.forget()
+        for digest in [digest for digest, author in self._authors.items() if author is sequence]:
+            del self._authors[digest]
+
+    def _publish(self, block: int, digest: bytes) -> None:
+        self._blocks.publish(block, digest)
+        self._authors.pop(digest, None)
+
+    def _context_digests(self, sequence: EngineSequence) -> list[bytes]:
+        """Of every block of the context, the partly filled last one included."""
+        digests, context = sequence.prefix.digests, sequence.request.num_context_tokens
+        full = digests.full_blocks(sequence.token_ids, context)
+        if context % self._block_size:
+            full.append(digests.last_block(sequence.token_ids, context))
+        return full

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.engine.block_manager import BlockManager, blocks_for
 from services.engine.errors import QueueFull
-from services.engine.prefix_cache import NO_MATCH, PrefixMatch, find_prefix
+from services.engine.prefix_cache import PrefixCache, PrefixMatch
 from services.engine.request import SubmitMode
 from services.engine.sequence import EngineSequence, SequenceState
 
@@ -56,7 +56,7 @@ class Scheduler:
         prefill_chunk: int,
     ) -> None:
         self.blocks = blocks
-        self._copy_block = copy_block
+        self._prefixes = PrefixCache(blocks, block_size, copy_block)
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_queue_len = max_queue_len
@@ -64,7 +64,6 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._waiting: list[EngineSequence] = []  # best first
         self._holding: list[EngineSequence] = []  # every sequence with blocks, best first
-        self._being_computed: dict[bytes, EngineSequence] = {}  # digests that somebody will publish
         self.num_tokens_recomputed = 0
 
     @property
@@ -96,7 +95,7 @@ class Scheduler:
         admitted = []
         for sequence in tuple(self._waiting):
             match = self._find_prefix(sequence)
-            if match.missing in self._being_computed:
+            if self._prefixes.is_coming(match):
                 continue
             if not self._can_admit(sequence, match):
                 break
@@ -143,27 +142,16 @@ class Scheduler:
 
     def adopt_prefix(self, sequence: EngineSequence) -> None:
         """Uses what is cached for a sequence that holds blocks and has computed nothing yet."""
-        match = self._find_prefix(sequence)
+        match = self._prefixes.find(sequence)
         count = len(match.blocks)
         self.blocks.share(match.blocks)
         self.blocks.free(sequence.block_table[:count])
         sequence.block_table[:count] = match.blocks
-        self._start_after(sequence, match)
+        self._prefixes.start(sequence, match)
 
     def note_computed(self, sequence: EngineSequence) -> None:
-        """Publishes what the sequence has filled up to `num_computed_tokens`; call whenever that grows."""
-        if self._copy_block is None:
-            return
-        num_computed, context = sequence.num_computed_tokens, sequence.request.num_context_tokens
-        digests = sequence.prefix_digests.full_blocks(sequence.token_ids, num_computed)
-        for number in range(sequence.num_published_blocks, len(digests)):
-            self._publish(sequence.block_table[number], digests[number])
-        sequence.num_published_blocks = len(digests)
-        # The context's last block, for choices and retries with the same prompt; it is copied, not shared.
-        if num_computed >= context and context % self._block_size and not sequence.has_published_tail:
-            digest = sequence.prefix_digests.last_block(sequence.token_ids, context)
-            self._publish(sequence.block_table[context // self._block_size], digest)
-            sequence.has_published_tail = True
+        """Lets others use what the sequence has computed; call whenever `num_computed_tokens` grows."""
+        self._prefixes.publish(sequence)
 
     def remove(self, sequence: EngineSequence) -> None:
         """Forgets a sequence and frees its blocks; nothing if it is not here."""
@@ -181,47 +169,20 @@ class Scheduler:
         self._holding.remove(sequence)
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
-        sequence.num_published_blocks = 0
-        sequence.has_published_tail = False
-        for digest in [d for d, author in self._being_computed.items() if author is sequence]:
-            del self._being_computed[digest]
+        self._prefixes.forget(sequence)
 
     def _find_prefix(self, sequence: EngineSequence) -> PrefixMatch:
-        """Nothing for a sequence that imports its KV cache: what it writes must be its own."""
-        imports = sequence.state is SequenceState.WAITING and not sequence.computes_locally
-        if self._copy_block is None or imports:
-            return NO_MATCH
-        return find_prefix(self.blocks, sequence.prefix_digests, sequence.token_ids, self._block_size)
+        """Nothing for a waiting sequence that will import its KV cache: it writes into every block."""
+        return self._prefixes.find(sequence) if sequence.computes_locally else PrefixMatch()
 
     def _take_blocks(self, sequence: EngineSequence, match: PrefixMatch) -> None:
         self.blocks.share(match.blocks)
         fresh = self.blocks.allocate(self._blocks_at_admission(sequence) - len(match.blocks))
         sequence.block_table = [*match.blocks, *fresh]
         if sequence.computes_locally:
-            self._start_after(sequence, match)
+            self._prefixes.start(sequence, match)
         self.num_tokens_recomputed += max(0, sequence.num_lost_tokens - match.num_tokens)
         sequence.num_lost_tokens = 0
-
-    def _start_after(self, sequence: EngineSequence, match: PrefixMatch) -> None:
-        """Goes on behind the cached prefix, and announces what the sequence will publish itself."""
-        if self._copy_block is None:
-            return
-        num_shared = len(match.blocks)
-        if match.tail is not None:
-            # At once: the tail may be evicted, even be the very block that it is copied to.
-            self._copy_block(match.tail, sequence.block_table[num_shared])
-        sequence.start_after_prefix(match.num_tokens)
-        sequence.num_published_blocks = num_shared
-        context = sequence.request.num_context_tokens
-        digests = sequence.prefix_digests.full_blocks(sequence.token_ids, context)
-        last = sequence.prefix_digests.last_block(sequence.token_ids, context)
-        for digest in (*digests[num_shared:], last):
-            if self.blocks.find(digest) is None:
-                self._being_computed.setdefault(digest, sequence)
-
-    def _publish(self, block: int, digest: bytes) -> None:
-        self.blocks.publish(block, digest)
-        self._being_computed.pop(digest, None)
 
     def _can_admit(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
         if len(self._holding) >= self._max_num_seqs:
@@ -243,11 +204,8 @@ class Scheduler:
         """
         if len(self._holding) + len(self._waiting) >= self._max_num_seqs:
             return False
-        waits = [other for other in self._waiting if not self._follows(other)]
-        return not waits and self._can_admit(sequence, self._find_prefix(sequence))
-
-    def _follows(self, sequence: EngineSequence) -> bool:
-        return self._find_prefix(sequence).missing in self._being_computed
+        are_followers = (self._prefixes.is_coming(self._find_prefix(other)) for other in self._waiting)
+        return all(are_followers) and self._can_admit(sequence, self._find_prefix(sequence))
 
     def _blocks_at_admission(self, sequence: EngineSequence) -> int:
         """The context's blocks and one more, but never more than the sequence can ever fill."""

@@ -14,15 +14,15 @@ from typing import Protocol
 
 import torch
 
+from services.engine.completion import Completion
 from services.engine.detokenizer import TextStream
 from services.engine.errors import EngineError, InvalidKvPage, SequenceReleased
 from services.engine.kv_cache import KvCache
 from services.engine.kv_coverage import KvCoverage
-from services.engine.prefix_cache import PrefixDigests
+from services.engine.prefix_digests import PrefixDigests, SequencePrefix
 from services.engine.request import (
     ChunkComputed,
     EngineRequest,
-    FinishReason,
     FirstTokenSampled,
     SampledToken,
     SequenceEvent,
@@ -82,12 +82,9 @@ class EngineSequence:
         self.timings = SequenceTimings()
         self.arrival = arrival
         self.state = SequenceState.WAITING
-        self.token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
-        self.prefix_digests = PrefixDigests(request.cache_salt, host.cache.block_size)
-        self.num_published_blocks = 0  # of the block table's beginning, in the prefix cache
-        self.has_published_tail = False
+        self.prefix = SequencePrefix(PrefixDigests(request.cache_salt, host.cache.block_size))
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
         self.num_lost_tokens = 0  # computed before a preemption
         self.was_preempted = False
@@ -95,11 +92,14 @@ class EngineSequence:
         self.submitted_at = time.monotonic()
         self.first_chunk_at: float | None = None
         self.joined_at: float | None = None
-        self.detokenize_s = 0.0
         self._host = host
-        self._text = text
-        self._natural_length = natural_length
-        self._first_token_at: float | None = None
+        self._completion = Completion(
+            request,
+            text,
+            eos_token_ids=host.eos_token_ids,
+            max_model_len=host.max_model_len,
+            natural_length=natural_length,
+        )
         self._coverage = KvCoverage(host.cache.layout.num_layers, request.num_context_tokens)
         self._events: asyncio.Queue[SequenceEvent | EngineError] = asyncio.Queue()
         self._reserved = asyncio.Event()
@@ -108,16 +108,24 @@ class EngineSequence:
     # Derived
 
     @property
+    def token_ids(self) -> list[int]:
+        return self._completion.token_ids
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self._completion.token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return self._completion.num_generated_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def detokenize_s(self) -> float:
+        return self._completion.detokenize_s
 
     @property
     def most_tokens(self) -> int:
@@ -245,41 +253,15 @@ class EngineSequence:
     # With the lock held, in the engine's thread too
 
     def take_tokens(self, tokens: Sequence[SampledToken]) -> list[SequenceEvent]:
-        """Appends a step's tokens; returns what they lead to.
-
-        The first one that ends the sequence is the last one taken: what a step found beyond it is dropped.
-        """
-        now = time.monotonic()
-        self._first_token_at = self._first_token_at or now
-        events: list[SequenceEvent] = []
-        for token in tokens:
-            self.token_ids.append(token.token_id)
-            if self._is_end_token(token.token_id):
-                self._text.end_token(token)
-                reason: FinishReason | None = FinishReason.STOP
-            else:
-                began = time.perf_counter()
-                shown = self._text.push(token)
-                self.detokenize_s += time.perf_counter() - began
-                if shown is not None:
-                    events.append(shown)
-                reason = self._end_reason()
-            if reason is not None:
-                if not self._text.stopped and (rest := self._text.flush()):
-                    events.append(rest)
-                events.append(self._finish(reason))
-                break
-        if events and self.timings.text_hold_s is None:
-            self.timings.text_hold_s = now - self._first_token_at
-        return events
+        """Appends a step's tokens; returns what they lead to. Ends the sequence where it should end."""
+        events: list[SequenceEvent] = [*self._completion.take(tokens)]
+        self.timings.text_hold_s = self._completion.text_hold_s
+        return [*events, *self._finish_if_ended()]
 
     def end_if_complete(self) -> list[SequenceEvent]:
         """Ends a continuation whose tokens already meet an end condition; nothing otherwise."""
-        prior = self.request.generated_token_ids
-        if not prior:
-            return []
-        reason = FinishReason.STOP if self._is_end_token(prior[-1]) else self._end_reason()
-        return [] if reason is None else [self._finish(reason)]
+        self._completion.end_if_complete()
+        return self._finish_if_ended()
 
     def preempt(self) -> None:
         """The blocks are gone: what the prefix cache cannot give back is computed again."""
@@ -300,29 +282,18 @@ class EngineSequence:
         self.state = SequenceState.RUNNING
         self._host.on_runnable(self)
 
-    def _is_end_token(self, token_id: int) -> bool:
-        sampling = self.request.sampling
-        if token_id in sampling.stop_token_ids:
-            return True
-        return not sampling.ignore_eos and token_id in self._host.eos_token_ids
-
-    def _end_reason(self) -> FinishReason | None:
-        sampling = self.request.sampling
-        if self._text.stopped:
-            return FinishReason.STOP
-        if self.num_generated_tokens >= sampling.max_tokens or self.num_tokens >= self._host.max_model_len:
-            return FinishReason.LENGTH
-        if self._natural_length is not None and self.num_generated_tokens >= self._natural_length:
-            return FinishReason.STOP
-        return None
-
-    def _finish(self, reason: FinishReason) -> SequenceFinished:
+    def _finish_if_ended(self) -> list[SequenceEvent]:
+        reason = self._completion.end
+        if reason is None:
+            return []
         self.state = SequenceState.ENDED
         self._host.on_ended(self)
-        return SequenceFinished(
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        finished = SequenceFinished(
             reason,
-            self._text.take_textless(),
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            self._completion.take_textless(),
+            num_prompt_tokens=num_prompt_tokens,
             num_generated_tokens=self.num_generated_tokens,
-            num_cached_tokens=min(self.num_cached_tokens, len(self.request.prompt_token_ids)),
+            num_cached_tokens=min(self.num_cached_tokens, num_prompt_tokens),
         )
+        return [finished]
