@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from services.engine.kv_cache import KvCache
+from services.engine.capture import leaf
+from services.engine.kv_cache import KvCache, KvLayer
 
 IMPLEMENTATION = "baton_paged"
 KV_MULTIPLE = 16
@@ -29,19 +30,22 @@ class AttentionGroup:
     """Sequences with equally many queries that attend in one call.
 
     Attributes:
-        rows: places of the queries in the flattened batch, (B * n,).
-        blocks: pool blocks of each sequence, padded, (B, num_blocks); L = num_blocks x block size.
+        rows: places of the queries in the flattened batch, (B * n,), or the range of them.
+        flat_blocks: pool blocks of each sequence, padded to num_blocks, (B * num_blocks,).
         positions: of the queries, (B, n).
+        length: positions that are read of each sequence, L = num_blocks x block size.
+        is_whole_step: the rows are all rows of the batch, in order.
     """
 
-    rows: torch.Tensor
-    blocks: torch.Tensor
+    rows: torch.Tensor | slice
+    flat_blocks: torch.Tensor
     positions: torch.Tensor
-    length: int  # L
+    length: int
+    is_whole_step: bool = False
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, heads_per_kv: int, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask (B, 1, num_rows, L); padding rows see position 0 and are thrown away."""
+        """Additive mask (B, 1, num_rows, L), (B, 1, 1, L) if n is 1; padding sees what the last does."""
         key = (window, num_rows)
         if key not in self._masks:
             places = torch.arange(self.length)
@@ -50,12 +54,10 @@ class AttentionGroup:
             if window is not None:
                 allowed &= places > queries - window
             bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
-            bias = bias.repeat(1, heads_per_kv, 1)  # (B, heads_per_kv * n, L)
-            padding = num_rows - bias.shape[1]
-            if padding:
-                first_only = torch.full((bias.shape[0], padding, bias.shape[2]), float("-inf"), dtype=dtype)
-                first_only[:, :, 0] = 0
-                bias = torch.cat((bias, first_only), dim=1)
+            if bias.shape[1] > 1:
+                bias = bias.repeat(1, heads_per_kv, 1)  # (B, heads_per_kv * n, L)
+                if padding := num_rows - bias.shape[1]:
+                    bias = torch.cat((bias, bias[:, -1:].expand(-1, padding, -1)), dim=1)
             self._masks[key] = bias.unsqueeze(1)
         return self._masks[key]
 
@@ -87,36 +89,73 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Returns (1, T, H, D)."""
+    options = (module.layer_idx, scaling, sliding_window, softcap)
+    return leaf(attend, query, key, value, s_aux, *options), None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    layer_index: int,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """What `paged_attention` does, of the step in `CURRENT_STEP`."""
     step = CURRENT_STEP.get()
     step.num_calls += 1
-    keys, values = step.cache.layer(int(module.layer_idx))  # type: ignore[arg-type]
-    keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
-    values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
-    num_heads, num_kv_heads, head_size = query.shape[1], key.shape[1], query.shape[3]
-    heads_per_kv = num_heads // num_kv_heads
-    queries = query[0].transpose(0, 1)  # (T, H, D)
-    output = torch.empty_like(queries)
+    layer = step.cache.layers[layer_index]
+    layer.keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
+    layer.values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
+    num_tokens, num_heads = query.shape[2], query.shape[1]
+    if len(step.groups) == 1 and step.groups[0].is_whole_step:
+        return _attend_group(query[0], step.groups[0], layer, s_aux, scaling, window, softcap).unsqueeze(0)
+    output = query.new_empty(1, num_tokens, num_heads, query.shape[3])
     for group in step.groups:
-        batch, count = group.positions.shape
-        # (B * n, H, D) -> (B, KV heads, heads_per_kv * n, D)
-        q = queries[group.rows].view(batch, count, num_kv_heads, heads_per_kv, head_size)
-        q = q.permute(0, 2, 3, 1, 4).reshape(batch, num_kv_heads, heads_per_kv * count, head_size)
-        num_rows = max(q.shape[2], _MIN_QUERY_ROWS)
-        if num_rows > q.shape[2]:
-            q = F.pad(q, (0, 0, 0, num_rows - q.shape[2]))
-        k = _gather(keys, group).transpose(1, 2)  # (B, KV heads, L, D)
-        v = _gather(values, group).transpose(1, 2)
-        mask = group.mask(sliding_window, heads_per_kv, num_rows, q.dtype)
-        if softcap is None and s_aux is None:
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-        else:
-            sinks = None if s_aux is None else _sink_rows(s_aux, num_kv_heads, count, num_rows)
-            scale = scaling if scaling is not None else head_size**-0.5
-            attended = _attend_stepwise(q * scale, k, v, mask, softcap, sinks)
-        attended = attended[:, :, : heads_per_kv * count]
+        queries = query[0][:, group.rows]
+        output[0, group.rows] = _attend_group(queries, group, layer, s_aux, scaling, window, softcap)
+    return output
+
+
+def _attend_group(
+    queries: torch.Tensor,  # (H, B * n, D)
+    group: AttentionGroup,
+    layer: KvLayer,
+    s_aux: torch.Tensor | None,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Returns (B * n, H, D)."""
+    num_heads, num_tokens, head_size = queries.shape
+    batch, count = group.positions.shape
+    k = _gather(layer.key_blocks, group, head_size)
+    v = _gather(layer.value_blocks, group, head_size)
+    num_kv_heads = k.shape[1]
+    heads_per_kv = num_heads // num_kv_heads
+    # -> (B, KV heads, heads_per_kv * n, D); a single query needs no copy
+    if count == 1:
+        q = queries.view(num_kv_heads, heads_per_kv, batch, head_size).permute(2, 0, 1, 3)
+    else:
+        q = queries.reshape(num_kv_heads, heads_per_kv, batch, count, head_size)
+        q = q.permute(2, 0, 1, 3, 4).reshape(batch, num_kv_heads, heads_per_kv * count, head_size)
+    num_rows = heads_per_kv * count
+    if num_rows < _MIN_QUERY_ROWS:
+        q = F.pad(q, (0, 0, 0, _MIN_QUERY_ROWS - num_rows))
+    mask = group.mask(window, heads_per_kv, q.shape[2], q.dtype)
+    if softcap is None and s_aux is None:
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+    else:
+        sinks = None if s_aux is None else _sink_rows(s_aux, num_kv_heads, count, q.shape[2])
+        scale = scaling if scaling is not None else head_size**-0.5
+        attended = _attend_stepwise(q * scale, k, v, mask, softcap, sinks)
+    attended = attended[:, :, :num_rows]
+    if count > 1:
         attended = attended.reshape(batch, num_kv_heads, heads_per_kv, count, head_size)
-        output[group.rows] = attended.permute(0, 3, 1, 2, 4).reshape(batch * count, num_heads, head_size)
-    return output.unsqueeze(0), None
+        attended = attended.permute(0, 3, 1, 2, 4)
+    return attended.reshape(num_tokens, num_heads, head_size)
 
 
 def _attend_stepwise(
@@ -145,12 +184,10 @@ def _sink_rows(s_aux: torch.Tensor, num_kv_heads: int, count: int, num_rows: int
     return F.pad(rows, (0, 0, 0, num_rows - rows.shape[2]))
 
 
-def _gather(pool: torch.Tensor, group: AttentionGroup) -> torch.Tensor:
-    """(slots, KV heads, D) -> (B, L, KV heads, D). Whole blocks: ten times faster than slot by slot."""
-    batch, num_blocks = group.blocks.shape
-    block_size = group.length // num_blocks
-    by_block = pool.view(-1, block_size, *pool.shape[1:])
-    return by_block.index_select(0, group.blocks.flatten()).view(batch, group.length, *pool.shape[1:])
+def _gather(blocks: torch.Tensor, group: AttentionGroup, head_size: int) -> torch.Tensor:
+    """(blocks, block size * KV heads * D) -> (B, KV heads, L, D). Whole blocks: ten times faster."""
+    gathered = blocks.index_select(0, group.flat_blocks)
+    return gathered.view(group.positions.shape[0], group.length, -1, head_size).transpose(1, 2)
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -7,6 +7,7 @@ that a product with a query is not: the pool starts as zeros and `import_range` 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,15 @@ class KvLayout:
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.torch_dtype.itemsize
 
 
+class KvLayer(NamedTuple):
+    """Views of one layer's pool: slot by slot (slots, kv_heads, head_size), and block by block."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_blocks: torch.Tensor  # (blocks, block_size * kv_heads * head_size)
+    value_blocks: torch.Tensor
+
+
 class KvCache:
     """The pool of one engine, shape (layers, 2, slots, kv_heads, head_size)."""
 
@@ -49,6 +59,10 @@ class KvCache:
             layout.head_size,
             dtype=layout.torch_dtype,
         )
+        self.layers = [
+            KvLayer(*layer, *layer.view(2, num_blocks, -1))  # made once: a view costs as much as a small sum
+            for layer in self._pool
+        ]
 
     def layer(self, index: int) -> torch.Tensor:
         """Keys and values of one layer, a view (2, slots, kv_heads, head_size)."""

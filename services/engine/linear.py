@@ -7,6 +7,12 @@ batch size (measured for 1 to 1,024 rows), which is what lets a reply not depend
 import torch
 from torch import nn
 
+# The overloads by name: looking them up costs as much as a small layer.
+_reorder = torch.ops.mkldnn._reorder_linear_weight.default
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_prepack_fp16 = torch.ops.quantized.linear_prepack_fp16.default
+_linear_fp16 = torch.ops.quantized.linear_dynamic_fp16.default
+
 
 class PackedLinear(nn.Module):
     """`nn.Linear` in fp32, without its own copy of the weight."""
@@ -14,12 +20,12 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         # An opaque tensor: no parameter, no buffer.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self._weight = _reorder(linear.weight.detach(), None)
         self._bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        return _linear(x, self._weight, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 class Bf16Linear(nn.Module):
@@ -28,12 +34,12 @@ class Bf16Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach().bfloat16()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self._weight = _reorder(weight, None)
         self._bias = None if linear.bias is None else linear.bias.detach().bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), both in x's dtype."""
-        y = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._weight, self._bias, "none", [], "")
+        y = _linear(x.bfloat16(), self._weight, self._bias, "none", [], "")
         return y.to(x.dtype)  # type: ignore[no-any-return]
 
 
@@ -43,8 +49,20 @@ class Fp16Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
+        self._packed = _prepack_fp16(linear.weight.detach(), bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)  # type: ignore[no-any-return]
+        return _linear_fp16(x, self._packed)  # type: ignore[no-any-return]
+
+
+class ByRows(nn.Module):
+    """One layer for inputs of at most `limit` rows, another for larger ones. Keeps the weights twice."""
+
+    def __init__(self, few: nn.Module, many: nn.Module, limit: int) -> None:
+        super().__init__()
+        self._few, self._many, self._limit = few.forward, many.forward, limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(1, T, in) -> (1, T, out)."""
+        return self._few(x) if x.shape[-2] <= self._limit else self._many(x)  # type: ignore[no-any-return]

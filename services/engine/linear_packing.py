@@ -1,20 +1,21 @@
-"""Packs a model's linear layers for the CPU, in the precision that was asked for."""
+"""Packs linear layers for the CPU, in the precision that was asked for or that is the fastest."""
 
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import structlog
 import torch
 from torch import nn
 
-from services.engine.linear import Bf16Linear, Fp16Linear, PackedLinear
+from services.engine.linear import Bf16Linear, ByRows, Fp16Linear, PackedLinear
 from services.engine.precision import Precision
 
 log = structlog.get_logger()
 
-_PROBE_ROWS = (1, 8)  # a single stream, and a small batch
+_PROBE_ROWS = (1, 4, 16, 128)  # a stream, small and large batches, a chunk of a prompt
 _PROBE_REPEATS = 3
+_WORTH_TWO_COPIES = 0.85  # of the time that one precision for all would take
+_PROBED = (Precision.FP32, Precision.BF16, Precision.FP16)
 
 LAYERS: dict[Precision, Callable[[nn.Linear], nn.Module]] = {
     Precision.FP32: PackedLinear,
@@ -23,41 +24,68 @@ LAYERS: dict[Precision, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
+def can_pack(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and weight.dtype is torch.float32 and weight.device.type == "cpu"
+
+
+class Packer:
+    """Packs layers one by one. `fast` times each new shape and goes on with the winner."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self._fastest: dict[torch.Size, Callable[[nn.Linear], nn.Module]] = {}
+
+    def pack(self, linear: nn.Linear) -> nn.Module:
+        """A module that stands for the layer, without its weight."""
+        if self.precision is not Precision.FAST:
+            return LAYERS[self.precision](linear)
+        shape = linear.weight.shape
+        if shape not in self._fastest:
+            self._fastest[shape] = _probe(linear)
+        return self._fastest[shape](linear)
+
+
 @torch.inference_mode()
-def pack_linears(model: nn.Module, precision: Precision) -> Precision | None:
-    """Packs every fp32 `nn.Linear` of a CPU model in place; returns the precision, None if none could be.
+def pack_linears(model: nn.Module, packer: Packer) -> None:
+    """Packs every `nn.Linear` of a model in place, where it can be.
 
     Tied weights stay alive through the embedding that shares them.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
-        and child.weight.dtype is torch.float32
-        and child.weight.device.type == "cpu"
+        if type(child) is nn.Linear and can_pack(child)
     ]
-    if precision is Precision.FAST:
-        precision = _fastest([linear for _, _, linear in found])
     for parent, name, linear in found:
-        setattr(parent, name, LAYERS[precision](linear))
-    return precision
+        setattr(parent, name, packer.pack(linear))
 
 
-def _fastest(linears: list[nn.Linear]) -> Precision:
-    """The precision with the least time for all layers, one of each shape timed."""
-    shapes = Counter(tuple(linear.weight.shape) for linear in linears)
-    examples = {tuple(linear.weight.shape): linear for linear in linears}
-    seconds = dict.fromkeys(LAYERS, 0.0)
-    for shape, count in shapes.items():
-        inputs = [torch.randn(rows, shape[1]) for rows in _PROBE_ROWS]
-        for precision, pack in LAYERS.items():
-            layer = pack(examples[shape])
-            seconds[precision] += count * sum(_time(layer, x) for x in inputs)
-    log.info("precision probed", **{f"{name}_ms": round(s * 1000, 1) for name, s in seconds.items()})
-    return min(seconds, key=lambda precision: seconds[precision])
+def _probe(linear: nn.Linear) -> Callable[[nn.Linear], nn.Module]:
+    """One precision for all numbers of rows, or one for few rows and another for more, where that pays."""
+    layers = {precision: LAYERS[precision](linear) for precision in _PROBED}
+    inputs = [torch.randn(1, rows, linear.in_features) for rows in _PROBE_ROWS]
+    costs = {name: [_time(layer, x) / x.shape[1] for x in inputs] for name, layer in layers.items()}
+    worst = [min(cost[i] for cost in costs.values()) for i in range(len(inputs))]
+    # Relative to the best at each number of rows, so that all of them count alike.
+    relative = {name: [c / best for c, best in zip(cost, worst, strict=True)] for name, cost in costs.items()}
+    best_of_all = min(_PROBED, key=lambda name: sum(relative[name]))
+    options = [
+        (sum(relative[few][:cut]) + sum(relative[many][cut:]), cut, few, many)
+        for cut in range(1, len(inputs))
+        for few in _PROBED
+        for many in _PROBED
+    ]
+    cost, cut, few, many = min(options)
+    shape = "x".join(map(str, linear.weight.shape))
+    if few is many or cost > _WORTH_TWO_COPIES * sum(relative[best_of_all]):
+        log.info("precision probed", shape=shape, precision=best_of_all)
+        return LAYERS[best_of_all]
+    limit = _PROBE_ROWS[cut - 1]
+    log.info("precision probed", shape=shape, precision=few, above_rows=limit, then=many)
+    return lambda linear: ByRows(LAYERS[few](linear), LAYERS[many](linear), limit)
 
 
 def _time(layer: nn.Module, x: torch.Tensor) -> float:

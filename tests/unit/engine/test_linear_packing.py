@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from services.engine.linear_packing import LAYERS, pack_linears
+from services.engine.linear import ByRows
+from services.engine.linear_packing import LAYERS, Packer, pack_linears
 from services.engine.precision import Precision
 
 TOLERANCES = {Precision.FP32: 1e-5, Precision.FP16: 1e-3, Precision.BF16: 2e-2}
@@ -43,10 +44,21 @@ def test_every_linear_layer_of_a_model_is_packed_and_shared_weights_live_on() ->
         nn.Embedding(50, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 50)
     )
     model[2].weight = model[0].weight
-    assert pack_linears(model, Precision.FP16) is Precision.FP16
+    pack_linears(model, Packer(Precision.FP16))
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 50)
 
 
-def test_fast_takes_one_of_the_others() -> None:
-    assert pack_linears(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), Precision.FAST) in LAYERS
+@torch.inference_mode()
+def test_fast_is_as_close_as_the_coarsest_it_may_take() -> None:
+    linear = nn.Linear(64, 32)
+    packed = Packer(Precision.FAST).pack(linear)
+    for rows in (1, 4, 200):
+        x = torch.randn(1, rows, 64)
+        assert relative_error(packed(x), linear(x)) < TOLERANCES[Precision.BF16]
+
+
+def test_layers_by_rows_switch_at_their_limit() -> None:
+    layer = ByRows(nn.Identity(), nn.Flatten(0), limit=2)
+    assert layer(torch.zeros(1, 2, 3)).shape == (1, 2, 3)
+    assert layer(torch.zeros(1, 3, 3)).shape == (9,)
