@@ -1,9 +1,11 @@
 """Attention over the paged KV cache, hooked into transformers' attention interface.
 
 One function serves every model: it writes the step's keys and values into the pool and attends over
-what the block tables name. It relies on three measured facts of CPU kernels, so that a token's logits
-do not depend on its company in the batch: gathered KV is padded to a multiple of 16 positions, queries
-to at least 4 rows, and query heads that share a KV head are folded into rows instead of repeating KV.
+what the block tables name. In fp32 on a CPU a token's logits do not depend on its company, its chunk, its
+blocks or the padding, to the bit; `kv_lengths.py` and `linear_packing.py` say what else that takes. Here:
+queries are padded to a multiple of 4 rows (the matrix kernel takes other paths for what is left over),
+and query heads that share a KV head are folded into rows. It costs up to a third of a short
+step's attention where the heads per KV head are no multiple of 4.
 
 Soft-capped scores and attention sinks, which torch's fused kernel does not offer, are computed step by
 step; for models that use them a row may differ in the last bits with its company.
@@ -21,8 +23,7 @@ from services.engine.capture import leaf
 from services.engine.kv_cache import KvCache, KvLayer
 
 IMPLEMENTATION = "baton_paged"
-KV_MULTIPLE = 16
-_MIN_QUERY_ROWS = 4
+_QUERY_MULTIPLE = 4
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class AttentionStep:
     """What the attention function needs to know of one forward pass."""
 
     cache: KvCache
-    new_slots: torch.Tensor  # (T,) where the step's keys and values go
+    new_slots: torch.Tensor  # (T,) where the step's keys and values go; rows of the batch after T are padding
     groups: list[AttentionGroup]
     num_calls: int = 0
 
@@ -106,13 +107,31 @@ def attend(
     """What `paged_attention` does, of the step in `CURRENT_STEP`."""
     step = CURRENT_STEP.get()
     step.num_calls += 1
+    num_tokens = step.new_slots.shape[0]
+    if padding := query.shape[2] - num_tokens:
+        real = (x[:, :, :num_tokens] for x in (query, key, value))
+        attended = _attend_step(step, *real, s_aux, layer_index, scaling, window, softcap)
+        return F.pad(attended, (0, 0, 0, 0, 0, padding))
+    return _attend_step(step, query, key, value, s_aux, layer_index, scaling, window, softcap)
+
+
+def _attend_step(
+    step: AttentionStep,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    layer_index: int,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
     layer = step.cache.layers[layer_index]
     layer.keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
     layer.values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
-    num_tokens, num_heads = query.shape[2], query.shape[1]
     if len(step.groups) == 1 and step.groups[0].is_whole_step:
         return _attend_group(query[0], step.groups[0], layer, s_aux, scaling, window, softcap).unsqueeze(0)
-    output = query.new_empty(1, num_tokens, num_heads, query.shape[3])
+    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
     for group in step.groups:
         queries = query[0][:, group.rows]
         output[0, group.rows] = _attend_group(queries, group, layer, s_aux, scaling, window, softcap)
@@ -142,8 +161,8 @@ def _attend_group(
         q = queries.reshape(num_kv_heads, heads_per_kv, batch, count, head_size)
         q = q.permute(2, 0, 1, 3, 4).reshape(batch, num_kv_heads, heads_per_kv * count, head_size)
     num_rows = heads_per_kv * count
-    if num_rows < _MIN_QUERY_ROWS:
-        q = F.pad(q, (0, 0, 0, _MIN_QUERY_ROWS - num_rows))
+    if padding := -num_rows % _QUERY_MULTIPLE:
+        q = F.pad(q, (0, 0, 0, padding))
     mask = group.mask(window, heads_per_kv, q.shape[2], q.dtype)
     if softcap is None and s_aux is None:
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
-from services.engine.attention import KV_MULTIPLE, AttentionGroup, AttentionStep
+from services.engine.attention import AttentionGroup, AttentionStep
 from services.engine.block_manager import blocks_for
 from services.engine.kv_cache import KvCache
+from services.engine.kv_lengths import KvLengths
 from services.engine.scheduler import ScheduledChunk
 
 
-def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache) -> AttentionStep:
+def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache, lengths: KvLengths) -> AttentionStep:
     """Places of new keys and values, and who attends together.
 
     Single queries attend in groups of similar length (padding at most doubles what is read), longer
@@ -27,10 +28,10 @@ def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache) -> Attentio
         if chunk.num_tokens == 1:
             single[blocks_for(chunk.end, size).bit_length()].append((row, chunk))
         else:
-            groups.append(_group([chunk], cache, range(row, row + chunk.num_tokens)))
+            groups.append(_group([chunk], cache, lengths, range(row, row + chunk.num_tokens)))
         row += chunk.num_tokens
     groups += [
-        _group([chunk for _, chunk in members], cache, [row for row, _ in members])
+        _group([chunk for _, chunk in members], cache, lengths, [row for row, _ in members])
         for members in single.values()
     ]
     for group in groups:
@@ -38,11 +39,13 @@ def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache) -> Attentio
     return AttentionStep(cache, torch.tensor(new_slots), groups)
 
 
-def _group(chunks: Sequence[ScheduledChunk], cache: KvCache, rows: Sequence[int]) -> AttentionGroup:
-    """Block tables padded to the longest, and to a length that is a multiple of KV_MULTIPLE."""
+def _group(
+    chunks: Sequence[ScheduledChunk], cache: KvCache, lengths: KvLengths, rows: Sequence[int]
+) -> AttentionGroup:
+    """Block tables padded to the longest, and to one of the lengths that agree."""
     size = cache.block_size
     num_blocks = blocks_for(max(chunk.end for chunk in chunks), size)
-    while num_blocks * size % KV_MULTIPLE:
+    while not lengths.agrees(num_blocks * size):
         num_blocks += 1
     flat_blocks: list[int] = []
     for chunk in chunks:

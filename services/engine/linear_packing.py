@@ -14,6 +14,7 @@ log = structlog.get_logger()
 
 _PROBE_ROWS = (1, 4, 16, 128)  # a stream, small and large batches, a chunk of a prompt
 _PROBE_REPEATS = 3
+_CACHES_BYTES = 64 * 2**20  # what is read between two timings: in a step, weights come from memory
 _WORTH_TWO_COPIES = 0.85  # of the time that one precision for all would take
 _PROBED = (Precision.FP32, Precision.BF16, Precision.FP16)
 
@@ -28,6 +29,14 @@ def can_pack(linear: nn.Linear) -> bool:
     weight = linear.weight
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and weight.dtype is torch.float32 and weight.device.type == "cpu"
+
+
+def min_rows(precision: Precision) -> int:
+    """Rows that a step is padded to.
+
+    With fewer than 4 rows mkldnn takes kernels that sum in another order, and that are slower.
+    """
+    return 4 if precision in (Precision.FP32, Precision.BF16) else 1
 
 
 class Packer:
@@ -67,10 +76,10 @@ def _probe(linear: nn.Linear) -> Callable[[nn.Linear], nn.Module]:
     """One precision for all numbers of rows, or one for few rows and another for more, where that pays."""
     layers = {precision: LAYERS[precision](linear) for precision in _PROBED}
     inputs = [torch.randn(1, rows, linear.in_features) for rows in _PROBE_ROWS]
-    costs = {name: [_time(layer, x) / x.shape[1] for x in inputs] for name, layer in layers.items()}
-    worst = [min(cost[i] for cost in costs.values()) for i in range(len(inputs))]
+    costs = {name: [_time(layer, x) for x in inputs] for name, layer in layers.items()}
+    best = [min(cost[i] for cost in costs.values()) for i in range(len(inputs))]
     # Relative to the best at each number of rows, so that all of them count alike.
-    relative = {name: [c / best for c, best in zip(cost, worst, strict=True)] for name, cost in costs.items()}
+    relative = {name: [c / b for c, b in zip(cost, best, strict=True)] for name, cost in costs.items()}
     best_of_all = min(_PROBED, key=lambda name: sum(relative[name]))
     options = [
         (sum(relative[few][:cut]) + sum(relative[many][cut:]), cut, few, many)
@@ -92,6 +101,7 @@ def _time(layer: nn.Module, x: torch.Tensor) -> float:
     layer(x)  # the first call of a shape also sets kernels up
     best = float("inf")
     for _ in range(_PROBE_REPEATS):
+        torch.zeros(_CACHES_BYTES, dtype=torch.uint8)
         started = time.perf_counter()
         layer(x)
         best = min(best, time.perf_counter() - started)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from services.engine import attention
 from services.engine.errors import UnsupportedModel
@@ -30,7 +31,21 @@ def load_model(folder: Path) -> Any:
         raise UnsupportedModel(f"transformers cannot load it for causal generation: {reason}") from error
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModel(f"its checkpoint lacks {len(missing)} weights, {missing[0]} among them")
+    _use_linears(model)
     return model.eval()
+
+
+def _use_linears(model: torch.nn.Module) -> None:
+    """GPT-2 and its kin keep their linear layers transposed, under a class of their own."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, Conv1D):
+                linear = torch.nn.Linear(1, 1)
+                linear.in_features, linear.out_features = child.weight.shape
+                weight = child.weight.detach().t().contiguous()
+                linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+                linear.bias = child.bias
+                setattr(parent, name, linear)
 
 
 def check_config(config: Any) -> None:

@@ -13,13 +13,14 @@ import structlog
 import torch
 
 from services.engine import attention
-from services.engine.attention import KV_MULTIPLE, AttentionGroup, AttentionStep
+from services.engine.attention import AttentionGroup, AttentionStep
 from services.engine.attention_plan import plan_attention
 from services.engine.capture import NotCapturable
 from services.engine.errors import UnsupportedModel
 from services.engine.graph_model import Forward, GraphModel, record
 from services.engine.kv_cache import KvCache, KvLayout
-from services.engine.linear_packing import Packer, can_pack, pack_linears
+from services.engine.kv_lengths import find_lengths
+from services.engine.linear_packing import Packer, can_pack, min_rows, pack_linears
 from services.engine.model_loading import check_config, eos_token_ids, load_model, longest_context
 from services.engine.precision import Precision
 from services.engine.scheduler import ScheduledChunk
@@ -27,6 +28,7 @@ from services.engine.scheduler import ScheduledChunk
 log = structlog.get_logger()
 
 _TEST_CHUNKS = ((0, 7), (7, 12))  # of the prompt that a model is checked with
+_TEST_BLOCK = 16
 _TOLERANCE = 1e-3
 
 
@@ -47,6 +49,8 @@ class ModelRunner:
         self.max_model_len = longest_context(config)
         self.eos_token_ids = eos_token_ids(model)
         self.precision = precision
+        self._lengths = find_lengths(self.layout.head_size)
+        self._min_rows = min_rows(precision)
         self._cache: KvCache | None = None
         self._compute: Forward = _Eager(model)
         self._check_attention(model)
@@ -68,19 +72,23 @@ class ModelRunner:
             positions += range(chunk.start, chunk.end)
             if chunk.samples:
                 sampling_rows.append(len(token_ids) - 1)
-        step = plan_attention(chunks, self._cache)
+        step = plan_attention(chunks, self._cache, self._lengths)
         logits = self._run(step, token_ids, positions, sampling_rows or [0])
         return logits[: len(sampling_rows)]
 
     def _run(
         self, step: AttentionStep, token_ids: list[int], positions: list[int], rows: list[int]
     ) -> torch.Tensor:
+        """Logits (len(rows), vocabulary)."""
+        num_rows = len(rows)
+        for values in (token_ids, positions, rows):
+            values += values[-1:] * (self._min_rows - len(values))
         token = attention.CURRENT_STEP.set(step)
         try:
             logits = self._compute(torch.tensor([token_ids]), torch.tensor([positions]), torch.tensor(rows))
         finally:
             attention.CURRENT_STEP.reset(token)
-        return logits[0].float()
+        return logits[0, :num_rows].float()
 
     @torch.inference_mode()
     def _check_attention(self, model: Any) -> None:
@@ -106,7 +114,7 @@ class ModelRunner:
 
     def _run_test_prompt(self) -> tuple[int, torch.Tensor]:
         """Calls of the attention function in the last chunk, and logits of all positions (12, vocabulary)."""
-        cache = KvCache(self.layout, num_blocks=1, block_size=KV_MULTIPLE)
+        cache = KvCache(self.layout, num_blocks=1, block_size=_TEST_BLOCK)
         step, rows = None, []
         for start, end in _TEST_CHUNKS:
             step = _only_sequence(cache, start, end)
@@ -131,7 +139,7 @@ class ModelRunner:
 
     def _captured(self, model: Any) -> GraphModel:
         """The model as a graph that gives what the model does. Raises NotCapturable."""
-        cache = KvCache(self.layout, num_blocks=1, block_size=KV_MULTIPLE)
+        cache = KvCache(self.layout, num_blocks=1, block_size=_TEST_BLOCK)
         recordings = []
         for num_tokens, num_rows in ((5, 2), (7, 3)):
             token = attention.CURRENT_STEP.set(_only_sequence(cache, 0, num_tokens))
@@ -178,7 +186,7 @@ def _only_sequence(cache: KvCache, start: int, end: int) -> AttentionStep:
         rows=slice(0, end - start),
         flat_blocks=torch.zeros(1, dtype=torch.long),
         positions=positions.unsqueeze(0),
-        length=KV_MULTIPLE,
+        length=_TEST_BLOCK,
         is_whole_step=True,
     )
     return AttentionStep(cache, positions, [group])
