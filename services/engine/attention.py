@@ -109,8 +109,8 @@ def attend(
     step.num_calls += 1
     num_tokens = step.new_slots.shape[0]
     if padding := query.shape[2] - num_tokens:
-        real = (x[:, :, :num_tokens] for x in (query, key, value))
-        attended = _attend_step(step, *real, s_aux, layer_index, scaling, window, softcap)
+        query, key, value = query[:, :, :num_tokens], key[:, :, :num_tokens], value[:, :, :num_tokens]
+        attended = _attend_step(step, query, key, value, s_aux, layer_index, scaling, window, softcap)
         return F.pad(attended, (0, 0, 0, 0, 0, padding))
     return _attend_step(step, query, key, value, s_aux, layer_index, scaling, window, softcap)
 

@@ -67,6 +67,11 @@ class GraphModel:
         """Every linear layer of the model that the pass uses."""
         return [linear for node in self._linear_nodes() for linear in node.target.__self__.linears]
 
+    @property
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(out, in) of the layers that are computed; those with the same input as one."""
+        return [node.target.__self__.shape for node in self._linear_nodes()]
+
     def pack(self, pack: Callable[[nn.Linear], nn.Module]) -> None:
         """Replaces linear layers by packed ones, and empties the model's own."""
         for node in self._linear_nodes():
@@ -90,6 +95,10 @@ class _Linears:
 
     def __init__(self, linears: tuple[nn.Linear, ...]) -> None:
         self.linears = linears
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(linear.out_features for linear in self.linears), self.linears[0].in_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(1, T, in) -> their outputs side by side, (1, T, sum of out)."""

@@ -20,7 +20,7 @@ from services.engine.errors import UnsupportedModel
 from services.engine.graph_model import Forward, GraphModel, record
 from services.engine.kv_cache import KvCache, KvLayout
 from services.engine.kv_lengths import find_lengths
-from services.engine.linear_packing import Packer, can_pack, min_rows, pack_linears
+from services.engine.linear_packing import Packer, linears_to_pack, pack_linears
 from services.engine.model_loading import check_config, eos_token_ids, load_model, longest_context
 from services.engine.precision import Precision
 from services.engine.scheduler import ScheduledChunk
@@ -50,7 +50,7 @@ class ModelRunner:
         self.eos_token_ids = eos_token_ids(model)
         self.precision = precision
         self._lengths = find_lengths(self.layout.head_size)
-        self._min_rows = min_rows(precision)
+        self._min_rows = 1
         self._cache: KvCache | None = None
         self._compute: Forward = _Eager(model)
         self._check_attention(model)
@@ -126,16 +126,19 @@ class ModelRunner:
     @torch.inference_mode()
     def _pack(self, model: Any) -> None:
         """Takes the model over into a graph with packed layers; or packs the model itself."""
-        packer = Packer(self.precision)
+        linears = linears_to_pack(model)
         try:
             graph = self._captured(model)
         except NotCapturable as error:
             log.info("the model runs eagerly", reason=str(error))
+            packer = Packer(self.precision, [(linear.out_features, linear.in_features) for linear in linears])
             pack_linears(model, packer)
-            return
-        self._compute = graph
-        if all(map(can_pack, graph.linears)):
-            graph.pack(packer.pack)
+        else:
+            self._compute = graph
+            packer = Packer(self.precision, graph.linear_shapes)
+            if {*graph.linears} <= {*linears}:
+                graph.pack(packer.pack)
+        self._min_rows = packer.min_rows
 
     def _captured(self, model: Any) -> GraphModel:
         """The model as a graph that gives what the model does. Raises NotCapturable."""

@@ -7,6 +7,7 @@ from torch import nn
 from services.engine.linear import ByRows
 from services.engine.linear_packing import LAYERS, Packer, pack_linears
 from services.engine.precision import Precision
+from services.engine.precision_probe import PrecisionPlan, choose
 
 TOLERANCES = {Precision.FP32: 1e-5, Precision.FP16: 1e-3, Precision.BF16: 2e-2}
 
@@ -44,7 +45,7 @@ def test_every_linear_layer_of_a_model_is_packed_and_shared_weights_live_on() ->
         nn.Embedding(50, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 50)
     )
     model[2].weight = model[0].weight
-    pack_linears(model, Packer(Precision.FP16))
+    pack_linears(model, Packer(Precision.FP16, []))
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert model(torch.tensor([[1, 2]])).shape == (1, 2, 50)
 
@@ -52,7 +53,7 @@ def test_every_linear_layer_of_a_model_is_packed_and_shared_weights_live_on() ->
 @torch.inference_mode()
 def test_fast_is_as_close_as_the_coarsest_it_may_take() -> None:
     linear = nn.Linear(64, 32)
-    packed = Packer(Precision.FAST).pack(linear)
+    packed = Packer(Precision.FAST, [(32, 64)]).pack(linear)
     for rows in (1, 4, 200):
         x = torch.randn(1, rows, 64)
         assert relative_error(packed(x), linear(x)) < TOLERANCES[Precision.BF16]
@@ -62,3 +63,19 @@ def test_layers_by_rows_switch_at_their_limit() -> None:
     layer = ByRows(nn.Identity(), nn.Flatten(0), limit=2)
     assert layer(torch.zeros(1, 2, 3)).shape == (1, 2, 3)
     assert layer(torch.zeros(1, 3, 3)).shape == (9,)
+
+
+def test_two_precisions_are_kept_where_each_is_better_at_its_number_of_rows() -> None:
+    rows = (1, 4, 16)
+    alike = {
+        Precision.FP32: [2.0, 2.0, 2.0],
+        Precision.FP16: [1.0, 1.0, 1.02],
+        Precision.BF16: [3.0, 3.0, 1.0],
+    }
+    assert choose(alike, rows) == PrecisionPlan(Precision.FP16, Precision.FP16)
+    apart = {
+        Precision.FP32: [2.0, 2.0, 4.0],
+        Precision.FP16: [1.0, 1.0, 3.0],
+        Precision.BF16: [2.0, 2.0, 1.0],
+    }
+    assert choose(apart, rows) == PrecisionPlan(Precision.FP16, Precision.BF16, limit=4)
