@@ -1,17 +1,23 @@
 """From logits to tokens.
 
 Invariant: a sampled token is a pure function of its logits, the sampling parameters, the seed, the
-choice index and the position. Company in the batch, retries and preemption change nothing.
+choice index and the position. Company in the batch, retries and preemption change nothing: rows are
+computed one after the other by the same operations, each small enough to stay in the core's cache.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 import xxhash
 
 from services.engine.request import SampledToken, SamplingParams
+from services.engine.sampling_filters import Floats, Workspace, draw_token, largest, weigh
+from services.engine.sampling_penalties import adjust
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class SampleRow:
     """Where one row of logits comes from.
 
     Attributes:
-        token_ids: prompt and generated tokens so far.
+        token_ids: prompt and generated tokens so far; an `array("q")` is read without a copy.
         num_prompt_tokens: how many of them are the prompt.
         end_token_ids: end-of-sequence and stop tokens, barred below `min_tokens`.
     """
@@ -34,107 +40,68 @@ class SampleRow:
     def position(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+
+class InvalidLogits(ValueError):
+    """Some rows have no token to choose: NaN or +inf among their logits, or every token barred.
+
+    `row_indices` says which, so that the others can be sampled without them.
+    """
+
+    def __init__(self, row_indices: tuple[int, ...]) -> None:
+        super().__init__(f"no finite best logit in rows {', '.join(map(str, row_indices))} of the batch")
+        self.row_indices = row_indices
 
 
-def uniform(seed: int, choice_index: int, position: int) -> float:
+def uniform(seed: int, choice_index: int, position: int, attempt: int = 0) -> float:
     """A number in [0, 1) that depends on its arguments alone (a counter-based generator over XXH3)."""
     counter = struct.pack("<QIQ", seed % 2**64, choice_index, position)
-    return (xxhash.xxh3_64_intdigest(counter) >> 11) * 2.0**-53
+    return (xxhash.xxh3_64_intdigest(counter, seed=attempt) >> 11) * 2.0**-53
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    """One token for each row of logits (B, vocabulary)."""
-    adjusted = _adjust(logits, rows)
-    token_ids = adjusted.argmax(dim=-1)
-    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if random_rows:
-        chosen = [rows[i] for i in random_rows]
-        token_ids[random_rows] = _sample_rows(adjusted[random_rows].double(), chosen)
-    return [
-        _with_logprobs(int(token_id), logits[i], row)
-        for i, (token_id, row) in enumerate(zip(token_ids.tolist(), rows, strict=True))
-    ]
+    """One token for each row of logits (B, V), fp32. Raises InvalidLogits rather than return garbage."""
+    table: Floats = logits.detach().cpu().numpy()
+    work = Workspace.empty(table.shape[1])
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        tokens = [_sample_row(values, row, work) for values, row in zip(table, rows, strict=True)]
+    sampled = [token for token in tokens if token is not None]
+    if len(sampled) < len(tokens):
+        raise InvalidLogits(tuple(i for i, token in enumerate(tokens) if token is None))
+    return sampled
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Bias, penalties and barred tokens, on a copy of the rows that have any."""
-    changed = [i for i, row in enumerate(rows) if _changes_logits(row)]
-    if not changed:
-        return logits
-    adjusted = logits.clone()
-    for i in changed:
-        _adjust_row(adjusted[i], rows[i])
-    return adjusted
-
-
-def _changes_logits(row: SampleRow) -> bool:
-    s = row.sampling
-    return bool(
-        s.logit_bias
-        or s.repetition_penalty != 1
-        or s.presence_penalty
-        or s.frequency_penalty
-        or row.num_generated < s.min_tokens
+def _sample_row(values: Floats, row: SampleRow, work: Workspace) -> SampledToken | None:
+    """The row's token; None if there is none to choose."""
+    logits = work.load(values)
+    adjust(
+        logits,
+        row.sampling,
+        token_ids=row.token_ids,
+        num_prompt_tokens=row.num_prompt_tokens,
+        end_token_ids=row.end_token_ids,
     )
-
-
-def _adjust_row(logits: torch.Tensor, row: SampleRow) -> None:
-    s = row.sampling
-    if s.repetition_penalty != 1:  # CTRL: divide what is positive, multiply what is not
-        seen = torch.tensor(sorted(set(row.token_ids)))
-        scores = logits[seen]
-        logits[seen] = torch.where(scores > 0, scores / s.repetition_penalty, scores * s.repetition_penalty)
-    generated = row.token_ids[row.num_prompt_tokens :]
-    if generated and (s.presence_penalty or s.frequency_penalty):
-        distinct, counts = torch.unique(torch.tensor(generated), return_counts=True)
-        logits[distinct] -= s.presence_penalty + s.frequency_penalty * counts
-    for token_id, bias in s.logit_bias:
-        logits[token_id] += bias
-    if row.num_generated < s.min_tokens:
-        logits[list(row.end_token_ids)] = float("-inf")
-
-
-def _sample_rows(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Inverse transform sampling in fp64, (B,). Filters as in Hugging Face: top-k, top-p, then min-p."""
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
-
-    # The best one is 0 before the division, so that no temperature is too small for the exponent.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([row.sampling.temperature for row in rows])
-    for i, row in enumerate(rows):
-        top_k = row.sampling.top_k
-        if 0 < top_k < logits.shape[1]:
-            smallest = logits[i].topk(top_k).values[-1]
-            logits[i, logits[i] < smallest] = float("-inf")
-    probabilities = logits.softmax(dim=-1)
-    if any(row.sampling.top_p < 1 for row in rows):
-        probabilities *= _nucleus(probabilities, column([row.sampling.top_p for row in rows]))
-    floor = column([row.sampling.min_p for row in rows]) * probabilities.amax(dim=-1, keepdim=True)
-    probabilities[probabilities < floor] = 0
-    cumulative = probabilities.cumsum(dim=-1)
-    draws = column([uniform(row.sampling.seed, row.choice_index, row.position) for row in rows])
-    # Right-sided, so that a draw on an edge never lands on a token of probability zero.
-    token_ids = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True).squeeze(1)
-    return token_ids.clamp_(max=logits.shape[1] - 1)
-
-
-def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest set of best tokens whose mass reaches top_p: a mask (B, vocabulary)."""
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    kept = (ordered.cumsum(dim=-1) - ordered < top_p) | (top_p >= 1)
-    return torch.zeros_like(kept).scatter(1, order, kept)
-
-
-def _with_logprobs(token_id: int, logits: torch.Tensor, row: SampleRow) -> SampledToken:
-    """Log-probabilities of the model itself: before bias, penalties and temperature, as OpenAI's."""
-    count = row.sampling.logprobs
-    if count is None:
+    token_id = int(logits.argmax())  # the first NaN if there is any, the first of the best if not
+    if not math.isfinite(logits.item(token_id)):
+        return None
+    if row.sampling.temperature > 0:
+        uniforms = partial(uniform, row.sampling.seed, row.choice_index, row.position)
+        token_id = draw_token(work, row.sampling, uniforms)
+    if row.sampling.logprobs is None:
         return SampledToken(token_id)
-    logprobs = logits.double().log_softmax(dim=-1)
-    best = logprobs.topk(min(count, len(logprobs))) if count else None
-    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else ()
-    return SampledToken(token_id, float(logprobs[token_id]), top)
+    return _with_logprobs(token_id, values, row.sampling.logprobs, work)
+
+
+def _with_logprobs(token_id: int, values: Floats, num_top: int, work: Workspace) -> SampledToken | None:
+    """Log-probabilities of the model itself: before bias, penalties and temperature, as OpenAI's."""
+    work.load(values)
+    best = float(work.logits.max())
+    if not math.isfinite(best):
+        return None
+    weigh(work.logits, 1.0, out=work.weights)
+    log_total = best + math.log(np.add.reduce(work.weights, axis=0).sum(dtype=np.float64))
+    top_ids = largest(work.logits, num_top) if num_top else np.empty(0, np.int64)
+    top_ids = top_ids[np.argsort(-values[top_ids], kind="stable")][:num_top]
+    top = zip(top_ids.tolist(), values[top_ids].tolist(), strict=True)
+    return SampledToken(
+        token_id, values.item(token_id) - log_total, tuple((i, value - log_total) for i, value in top)
+    )

@@ -1,12 +1,19 @@
 """A token depends on its logits, parameters, seed, choice and position, and on nothing else."""
 
+from array import array
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf, nan
+from random import Random
 
+import numpy as np
 import pytest
 import torch
 
 from services.engine.request import SamplingParams
-from services.engine.sampler import SampleRow, sample, uniform
+from services.engine.sampler import InvalidLogits, SampleRow, sample, uniform
+from services.engine.sampling_penalties import adjust
+from tests.unit.engine import naive_sampling as naive
 
 VOCABULARY = 50
 LOGITS = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2
@@ -103,3 +110,159 @@ def test_min_tokens_bars_the_end() -> None:
 @pytest.mark.parametrize("temperature", [1e-30, 1e-307, 5e-324])
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     assert token(LOGITS, row(temperature=temperature)) == int(LOGITS.argmax())
+
+
+def random_row(random: Random, vocab_size: int, **fixed: object) -> SampleRow:
+    """A row with any mix of parameters, many of them off."""
+    length = random.randrange(1, 60)
+    choices: dict[str, tuple[object, ...]] = {
+        "temperature": (0.0, 0.5, 0.8, 1.0, 2.0),
+        "top_k": (0, 0, 1, 5, 50, vocab_size, 100_000),
+        "top_p": (1.0, 1.0, 0.95, 0.5, 0.01),
+        "min_p": (0.0, 0.0, 0.02, 0.5),
+        "repetition_penalty": (1.0, 1.0, 1.1, 0.9),
+        "presence_penalty": (0.0, 0.0, 0.2, -1.0),
+        "frequency_penalty": (0.0, 0.0, 0.2, 3.0),
+        "logit_bias": ((), ((vocab_size // 2, 3.0), (1, -100.0), (1, 50.0))),
+        "logprobs": (None, None, 0, 5, 20),
+        "min_tokens": (0, 100),
+    }
+    picked = {name: random.choice(values) for name, values in choices.items()} | fixed
+    params = SamplingParams(seed=random.randrange(2**64), **picked)  # type: ignore[arg-type]
+    token_ids = [random.randrange(vocab_size) for _ in range(length)]
+    return SampleRow(
+        params, random.randrange(4), token_ids, random.randrange(length + 1), (0, vocab_size - 1)
+    )
+
+
+@pytest.fixture(params=[1, 2])
+def torch_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize("vocab_size", [3, 50, 1000, 1025, 40_001])
+@pytest.mark.parametrize("batch", [1, 2, 5, 17])
+def test_any_company_in_any_order_changes_nothing(vocab_size: int, batch: int) -> None:
+    random = Random(vocab_size * 100 + batch)
+    logits = torch.randn(batch, vocab_size, generator=torch.Generator().manual_seed(batch)) * 3
+    rows = [random_row(random, vocab_size) for _ in range(batch)]
+    alone = [sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(batch)]
+    assert sample(logits, rows) == alone
+    order = random.sample(range(batch), batch)
+    assert sample(logits[order], [rows[i] for i in order]) == [alone[i] for i in order]
+    wide = torch.empty(batch, vocab_size + 7)[:, 3:-4].copy_(logits)  # neither contiguous nor aligned
+    assert sample(wide, rows) == alone
+
+
+def test_logits_are_not_changed() -> None:
+    random = Random(1)
+    logits = torch.randn(9, 3000)
+    before = logits.clone()
+    sample(logits, [random_row(random, 3000) for _ in range(9)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 50, 3000])
+def test_adjusted_logits_equal_a_loop_over_tokens(vocab_size: int) -> None:
+    random = Random(vocab_size)
+    for _ in range(100):
+        row = random_row(random, vocab_size)
+        logits = (torch.randn(vocab_size) * 3).numpy()
+        prompt, generated = row.token_ids[: row.num_prompt_tokens], row.token_ids[row.num_prompt_tokens :]
+        expected = naive.adjusted(
+            logits.astype("float64"), row.sampling, prompt, generated, row.end_token_ids
+        )
+        adjust(
+            logits,
+            row.sampling,
+            token_ids=row.token_ids,
+            num_prompt_tokens=row.num_prompt_tokens,
+            end_token_ids=row.end_token_ids,
+        )
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_token_ids_may_be_an_array() -> None:
+    random = Random(3)
+    logits = torch.randn(20, 300)
+    rows = [random_row(random, 300) for _ in range(20)]
+    arrays = [replace(row, token_ids=array("q", row.token_ids)) for row in rows]
+    assert sample(logits, arrays) == sample(logits, rows)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 50, 49_152])
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+def test_logprobs_equal_a_log_softmax_in_fp64(vocab_size: int, count: int) -> None:
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(count)) * 3
+    logits[0] = 1.0  # ties: the lower token first
+    logits[1, 0] = 30.0
+    logits[2, : vocab_size // 2] = -inf
+    exact = logits.double().log_softmax(-1)
+    for i, sampled in enumerate(sample(logits, [row(temperature=2.0, logprobs=count)] * 4)):
+        finite = int(exact[i].isfinite().sum())
+        best = logits[i].sort(descending=True, stable=True).indices.tolist()
+        assert sampled.logprob == pytest.approx(exact[i, sampled.token_id].item(), abs=1e-4)
+        assert [token for token, _ in sampled.top_logprobs] == best[: min(count, finite)]
+        for token_id, logprob in sampled.top_logprobs:
+            assert logprob == pytest.approx(exact[i, token_id].item(), abs=1e-4)
+            assert logprob == sampled.logprob or token_id != sampled.token_id
+
+
+def test_choices_differ_and_repeat_with_the_seed() -> None:
+    def texts(seed: int) -> list[list[int]]:
+        rows = [
+            [replace(row(position=p, temperature=1.0, seed=seed), choice_index=i) for p in range(4, 40)]
+            for i in range(8)
+        ]
+        return [[token(LOGITS, where) for where in choice] for choice in rows]
+
+    assert texts(1) == texts(1)
+    assert len({tuple(text) for text in texts(1) + texts(2)}) == 16
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.9}])
+def test_a_barred_token_is_never_sampled(filters: dict[str, float]) -> None:
+    logits = LOGITS.clone()
+    logits[0, 3] = 50.0
+    rows = [row(temperature=5.0, min_tokens=9, seed=seed, logprobs=1, **filters) for seed in range(300)]
+    sampled = sample(logits.expand(300, -1), rows)
+    assert all(chosen.token_id != 3 for chosen in sampled)
+    assert all(chosen.top_logprobs[0][0] == 3 for chosen in sampled)  # the model's own, not what was barred
+
+
+def test_duplicates_in_logit_bias_add_up() -> None:
+    best, second = LOGITS[0].topk(2).indices.tolist()
+    gap = float(LOGITS[0, best] - LOGITS[0, second])
+    assert token(LOGITS, row(logit_bias=((second, gap * 0.6),))) == best
+    assert token(LOGITS, row(logit_bias=((second, gap * 0.6), (second, gap * 0.6)))) == second
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_rows_without_a_best_token_are_named(temperature: float, bad: float) -> None:
+    logits = torch.randn(4, VOCABULARY)
+    logits[1, 7] = bad
+    logits[3] = -inf
+    with pytest.raises(InvalidLogits) as raised:
+        sample(logits, [row(temperature=temperature)] * 4)
+    assert raised.value.row_indices == (1, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_barring_the_only_token_left_is_named_too(temperature: float) -> None:
+    logits = torch.full((1, VOCABULARY), -inf)
+    logits[0, 3] = 0.0
+    assert token(logits, row(temperature=temperature)) == 3
+    with pytest.raises(InvalidLogits):
+        token(logits, row(temperature=temperature, min_tokens=9))
+
+
+def test_a_penalty_or_a_bias_on_what_is_barred_leaves_it_barred() -> None:
+    logits = torch.full((1, VOCABULARY), -inf)
+    logits[0, 9] = -2.0
+    biased = row(position=40, temperature=1.0, repetition_penalty=0.5, logit_bias=((4, 100.0),))
+    assert token(logits, biased) == 9

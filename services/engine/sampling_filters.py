@@ -1,0 +1,152 @@
+"""Top-k, top-p and min-p, and the draw from the tokens they leave, for one row of logits.
+
+Invariant: pure functions of their arguments. A row goes through the same operations on arrays of the
+same shape on one thread whoever is in the batch, so that company cannot change a bit of the result.
+Knows nothing of batches, seeds or penalties.
+
+The filters are those of Hugging Face's `generate` in its order: temperature, top-k, top-p on what
+top-k left, min-p. Each keeps all logits from some threshold on. So ties stay or go together and the
+kept set does not hang on how a sort breaks them.
+
+Nothing is sorted. Top-p is a test of the drawn token: it stays if the tokens better than it weigh less
+than top_p; if not, it and all that are no better go, and the next draw is from the rest. The rest
+holds the whole nucleus, so a token that passes is distributed as the nucleus is. (The rejection
+sampling of FlashInfer, https://flashinfer.ai/2025/03/10/sampling.html; here one row, exact.)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from services.engine.request import SamplingParams
+
+Floats = npt.NDArray[np.floating]
+TokenIds = npt.NDArray[np.int64]
+
+_NUM_GROUPS = 1024  # a table's columns: sums and maxima down the columns are the cheap ones
+_SMALLEST_TEMPERATURE = 1e-37  # the best logit is 0 when it is divided; 0 / 0 would be no number
+_LOWEST_LOGIT = float(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Room for one row, laid out as a table (R, G): token r * G + g in row r, column g.
+
+    Attributes:
+        logits: (R, G), padded with -inf beyond the vocabulary.
+        weights, better: (R, G), whatever was computed last.
+        mask: (R, G).
+    """
+
+    logits: Floats
+    weights: Floats
+    better: Floats
+    mask: npt.NDArray[np.bool_]
+
+    @classmethod
+    def empty(cls, vocab_size: int) -> "Workspace":
+        num_groups = min(vocab_size, _NUM_GROUPS)
+        logits = np.empty((-(-vocab_size // num_groups), num_groups), np.float32)
+        logits.reshape(-1)[vocab_size:] = -np.inf
+        return cls.around(logits)
+
+    @classmethod
+    def around(cls, logits: Floats) -> "Workspace":
+        mask = np.empty(logits.shape, np.bool_)
+        return cls(logits, np.empty_like(logits), np.empty_like(logits), mask)
+
+    def load(self, logits: Floats) -> Floats:
+        """Takes in a row of logits (V,); the copy (V,) may be changed in place."""
+        row = self.logits.reshape(-1)[: len(logits)]
+        row[:] = logits
+        return row
+
+
+def largest(logits: Floats, k: int) -> TokenIds:
+    """Tokens of the k largest logits of a table (R, G), ties with the last included, -inf not; ascending.
+
+    The k-th largest of the columns' maxima is no larger than the k-th largest logit, and few lie above.
+    """
+    flat = logits.reshape(-1)
+    if k >= len(flat):
+        return np.flatnonzero(flat >= _LOWEST_LOGIT)
+    if k > logits.shape[1]:
+        return np.flatnonzero(flat >= max(_kth_largest(flat, k), _LOWEST_LOGIT))
+    bound = _kth_largest(np.maximum.reduce(logits, axis=0), k)
+    token_ids = np.flatnonzero(flat >= max(bound, _LOWEST_LOGIT))
+    if len(token_ids) <= k:
+        return token_ids
+    values = flat[token_ids]
+    return token_ids[values >= _kth_largest(values, k)]
+
+
+def _kth_largest(values: Floats, k: int) -> float:
+    place = len(values) - k
+    return float(np.partition(values, place)[place])
+
+
+def weigh(logits: Floats, temperature: float, *, out: Floats) -> None:
+    """Softmax without its denominator, of any shape: the best one weighs 1."""
+    np.subtract(logits, logits.max(), out=out)
+    np.divide(out, max(temperature, _SMALLEST_TEMPERATURE), out=out)
+    np.exp(out, out=out)
+
+
+def draw_token(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
+    """A token of the row in `work.logits`, whose largest logit is finite; never one of weight zero.
+
+    Few candidates are weighed in fp64. The whole vocabulary is in fp32 with fp64 sums: a relative error
+    of 1e-6 in a token's probability, a thousandth of what could be seen in a million draws.
+
+    Args:
+        sampling: its temperature is above 0.
+        uniforms: from 0, 1, ... to independent numbers in [0, 1); a further one for each rejected draw.
+    """
+    if not 0 < sampling.top_k < work.logits.size:
+        return _draw(work, sampling, uniforms)
+    token_ids = largest(work.logits, sampling.top_k)
+    few = work.logits.reshape(-1)[token_ids].astype(np.float64)
+    return int(token_ids[_draw(Workspace.around(few.reshape(1, -1)), sampling, uniforms)])
+
+
+def _draw(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
+    logits, weights, better, mask = work.logits, work.weights, work.better, work.mask
+    weigh(logits, sampling.temperature, out=weights)
+    groups = np.add.reduce(weights, axis=0)
+    nucleus = sampling.top_p * groups.sum(dtype=np.float64)
+    if sampling.min_p > 0:  # a ratio to the best one, which no filter before it has changed
+        np.multiply(weights, np.greater_equal(weights, sampling.min_p, out=mask), out=weights)
+        groups = np.add.reduce(weights, axis=0)
+    for attempt in count():  # ends: every rejected draw takes at least its token out
+        place = _pick(weights, groups, uniforms(attempt))
+        if sampling.top_p >= 1:
+            break
+        np.multiply(weights, np.greater(logits, logits.item(place), out=mask), out=better)
+        groups = np.add.reduce(better, axis=0)
+        if groups.sum(dtype=np.float64) < nucleus:
+            break
+        weights, better = better, weights
+    return place
+
+
+def _pick(weights: Floats, groups: Floats, uniform: float) -> int:
+    """Inverse transform over a table (R, G), column by column; `groups` are the columns' sums."""
+    ends = groups.cumsum(dtype=np.float64)
+    target = uniform * ends.item(-1)
+    column = _first_above(ends, target)
+    before = ends.item(column - 1) if column else 0.0
+    row = _first_above(weights[:, column].cumsum(dtype=np.float64), target - before)
+    return row * len(groups) + column
+
+
+def _first_above(ends: npt.NDArray[np.float64], target: float) -> int:
+    """The first place whose cumulative weight exceeds the target: never one that weighs nothing.
+
+    A target that rounding brought to the last end, or beyond it, counts as just below.
+    """
+    below_all = math.nextafter(ends.item(-1), 0.0)
+    return int(ends.searchsorted(min(target, below_all), side="right"))
