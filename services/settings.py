@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from services.engine.device import Device
 from services.engine.precision import Precision
 from services.environment import Address, ProcessSettings
 
@@ -42,6 +43,7 @@ class WorkerSettings(ProcessSettings):
     max_model_len: int = Field(0, ge=0)  # 0: the model's own
     prefix_cache: bool = True
     precision: Precision = Precision.FP32  # of linear layers; fp32 is exact
+    device: Device = Device.AUTO
     threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
     max_page_bytes: int = Field(1024 * 1024, ge=1024, le=4 * 1024 * 1024)
     drain_s: float = Field(25.0, ge=0)

@@ -172,6 +172,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         prefix_cache=settings.prefix_cache,
         threads=settings.threads,
         precision=settings.precision,
+        device=settings.device,
         sim_prefill_ms_per_token=settings.sim_prefill_ms_per_token,
         sim_token_ms=settings.sim_token_ms,
         sim_jitter_ms=settings.sim_jitter_ms,

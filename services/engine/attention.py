@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from services.engine.capture import leaf
 from services.engine.kv_cache import KvCache, KvLayer
+from services.engine.varlen import VarlenQueries
 
 IMPLEMENTATION = "baton_paged"
 _QUERY_MULTIPLE = 4
@@ -49,18 +50,24 @@ class AttentionGroup:
         """Additive mask (B, 1, num_rows, L), (B, 1, 1, L) if n is 1; padding sees what the last does."""
         key = (window, num_rows)
         if key not in self._masks:
-            places = torch.arange(self.length)
+            places = torch.arange(self.length, device=self.positions.device)
             queries = self.positions.unsqueeze(-1)  # (B, n, 1)
             allowed = places <= queries
             if window is not None:
                 allowed &= places > queries - window
-            bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
+            bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+                ~allowed, float("-inf")
+            )
             if bias.shape[1] > 1:
                 bias = bias.repeat(1, heads_per_kv, 1)  # (B, heads_per_kv * n, L)
                 if padding := num_rows - bias.shape[1]:
                     bias = torch.cat((bias, bias[:, -1:].expand(-1, padding, -1)), dim=1)
             self._masks[key] = bias.unsqueeze(1)
         return self._masks[key]
+
+    def forget_masks(self) -> None:
+        """After the positions have been changed in place."""
+        self._masks.clear()
 
 
 @dataclass(slots=True)
@@ -70,6 +77,7 @@ class AttentionStep:
     cache: KvCache
     new_slots: torch.Tensor  # (T,) where the step's keys and values go; rows of the batch after T are padding
     groups: list[AttentionGroup]
+    varlen: VarlenQueries | None = None  # on a GPU, for layers that its kernel can compute
     num_calls: int = 0
 
 
@@ -129,6 +137,10 @@ def _attend_step(
     layer = step.cache.layers[layer_index]
     layer.keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
     layer.values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
+    if step.varlen is not None and softcap is None and s_aux is None:
+        shape = (-1, step.cache.block_size, key.shape[1], key.shape[3])
+        keys, values = layer.key_blocks.view(shape), layer.value_blocks.view(shape)
+        return step.varlen.attend(query[0].transpose(0, 1), keys, values, scaling, window).unsqueeze(0)
     if len(step.groups) == 1 and step.groups[0].is_whole_step:
         return _attend_group(query[0], step.groups[0], layer, s_aux, scaling, window, softcap).unsqueeze(0)
     output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])

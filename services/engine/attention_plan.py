@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -10,9 +12,15 @@ from services.engine.block_manager import blocks_for
 from services.engine.kv_cache import KvCache
 from services.engine.kv_lengths import KvLengths
 from services.engine.scheduler import ScheduledChunk
+from services.engine.varlen import VarlenKernel, VarlenQueries
 
 
-def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache, lengths: KvLengths) -> AttentionStep:
+def plan_attention(
+    chunks: Sequence[ScheduledChunk],
+    cache: KvCache,
+    lengths: KvLengths,
+    kernel: VarlenKernel | None = None,
+) -> AttentionStep:
     """Places of new keys and values, and who attends together.
 
     Single queries attend in groups of similar length (padding at most doubles what is read), longer
@@ -36,7 +44,22 @@ def plan_attention(chunks: Sequence[ScheduledChunk], cache: KvCache, lengths: Kv
     ]
     for group in groups:
         group.is_whole_step = isinstance(group.rows, slice) and group.rows == slice(0, row)
-    return AttentionStep(cache, torch.tensor(new_slots), groups)
+    varlen = None if kernel is None else _varlen(chunks, cache, kernel)
+    return AttentionStep(cache, torch.tensor(new_slots, device=cache.device), groups, varlen)
+
+
+def _varlen(chunks: Sequence[ScheduledChunk], cache: KvCache, kernel: VarlenKernel) -> VarlenQueries:
+    tables = [chunk.sequence.block_table[: blocks_for(chunk.end, cache.block_size)] for chunk in chunks]
+    width = max(map(len, tables))
+    counts = [chunk.num_tokens for chunk in chunks]
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": cache.device}
+    return VarlenQueries(
+        kernel=kernel,
+        starts=torch.tensor([0, *accumulate(counts)], **int32),
+        lengths=torch.tensor([chunk.end for chunk in chunks], **int32),
+        tables=torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], **int32),
+        longest=max(counts),
+    )
 
 
 def _group(
@@ -53,15 +76,15 @@ def _group(
         flat_blocks += table
         flat_blocks += [0] * (num_blocks - len(table))
     return AttentionGroup(
-        rows=_as_slice(rows),
-        flat_blocks=torch.tensor(flat_blocks),
-        positions=torch.tensor([range(chunk.start, chunk.end) for chunk in chunks]),
+        rows=_as_slice(rows, cache.device),
+        flat_blocks=torch.tensor(flat_blocks, device=cache.device),
+        positions=torch.tensor([range(chunk.start, chunk.end) for chunk in chunks], device=cache.device),
         length=num_blocks * size,
     )
 
 
-def _as_slice(rows: Sequence[int]) -> torch.Tensor | slice:
+def _as_slice(rows: Sequence[int], device: torch.device) -> torch.Tensor | slice:
     """Rows that follow each other need no gathering."""
     if rows[-1] - rows[0] == len(rows) - 1:  # they ascend
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows)
+    return torch.tensor(rows, device=device)

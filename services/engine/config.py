@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.engine.device import Device
 from services.engine.precision import Precision
 
 
@@ -18,7 +19,8 @@ class EngineConfig:
         prefill_chunk: most tokens of one prompt in one step.
         prefix_cache: whether sequences use what earlier ones have computed for the same tokens.
         threads: torch threads of the process.
-        precision: of the linear layers.
+        precision: of the linear layers, on a CPU.
+        device: where the model runs; on a GPU everything is bf16.
     """
 
     model: Path
@@ -33,6 +35,7 @@ class EngineConfig:
     prefix_cache: bool = True
     threads: int = 1
     precision: Precision = Precision.FP32
+    device: Device = Device.CPU
     sim_prefill_ms_per_token: float = 0.0
     sim_token_ms: float = 33.0
     sim_jitter_ms: float = 8.0

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from services.engine.errors import InvalidKvPage
+from services.engine.placement import copies_for
 
 _LARGEST = 1e30  # far above what a model computes, far below where a dot product overflows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -46,21 +47,30 @@ class KvLayer(NamedTuple):
 
 
 class KvCache:
-    """The pool of one engine, shape (layers, 2, slots, kv_heads, head_size)."""
+    """The pool of one engine, shape (layers, 2, slots, kv_heads, head_size).
 
-    def __init__(self, layout: KvLayout, num_blocks: int, block_size: int) -> None:
+    One block more than asked for, `scratch_block`, belongs to nobody: padding rows write there.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device | None = None
+    ) -> None:
         self.layout = layout
         self.block_size = block_size
+        self.scratch_block = num_blocks
+        self.device = device or torch.device("cpu")
+        self._copies = copies_for(self.device)
         self._pool = torch.zeros(
             layout.num_layers,
             2,
-            num_blocks * block_size,
+            (num_blocks + 1) * block_size,
             layout.num_kv_heads,
             layout.head_size,
             dtype=layout.torch_dtype,
+            device=self.device,
         )
         self.layers = [
-            KvLayer(*layer, *layer.view(2, num_blocks, -1))  # made once: a view costs as much as a small sum
+            KvLayer(*layer, *layer.view(2, num_blocks + 1, -1))  # made once: a view costs like a small sum
             for layer in self._pool
         ]
 
@@ -72,7 +82,8 @@ class KvCache:
         """Slots of positions [start, end), shape (end - start,)."""
         positions = torch.arange(start, end)
         blocks = torch.tensor(block_table, dtype=torch.long)[positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
+        slots = blocks * self.block_size + positions % self.block_size
+        return slots.to(self.device)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block, keys and values of every layer."""
@@ -83,9 +94,9 @@ class KvCache:
     def export_range(
         self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int
     ) -> torch.Tensor:
-        """A contiguous copy (2, layers, tokens, kv_heads, head_size)."""
+        """A contiguous copy on the host (2, layers, tokens, kv_heads, head_size)."""
         slots = self.slots(block_table, token_start, token_end)
-        return self._pool[layer_start:layer_end, :, slots].transpose(0, 1).contiguous()
+        return self._copies.to_host(self._pool[layer_start:layer_end, :, slots].transpose(0, 1))
 
     def import_range(
         self,
@@ -107,7 +118,7 @@ class KvCache:
         if not float(page.abs().amax()) <= _LARGEST:  # so written, NaN fails too
             raise InvalidKvPage(f"payload holds NaN or numbers above {_LARGEST:g}")
         slots = self.slots(block_table, token_start, token_end)
-        self._pool[layer_start:layer_end, :, slots] = page.transpose(0, 1)
+        self._pool[layer_start:layer_end, :, slots] = self._copies.to_device(page).transpose(0, 1)
 
 
 def num_blocks_for(layout: KvLayout, block_size: int, memory_bytes: int, most_tokens: int) -> int:

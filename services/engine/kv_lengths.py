@@ -22,6 +22,9 @@ class KvLengths:
         return (length % RUN or RUN) in self._tails
 
 
+ALL_LENGTHS = KvLengths(frozenset(range(STEP, RUN, STEP)))  # where exactness is not sought
+
+
 @torch.inference_mode()
 def find_lengths(head_size: int) -> KvLengths:
     """Lengths of the last run that give the same bits as a whole run with the rest masked."""

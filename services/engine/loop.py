@@ -46,15 +46,17 @@ class HfEngine(PagedEngine):
     def __init__(self, config: EngineConfig, on_step: Callable[[StepTimes], None] | None = None) -> None:
         self._on_step = on_step
         torch.set_num_threads(config.threads)
-        self._runner = ModelRunner(config.model, config.precision)
+        self._runner = ModelRunner(config.model, config.precision, config.device)
         super().__init__(
             config,
             self._runner.layout,
             vocab_size=self._runner.vocab_size,
             model_max_len=self._runner.max_model_len,
             eos_token_ids=self._runner.eos_token_ids,
+            device=self._runner.device,
         )
         self._runner.bind(self.cache)
+        self._runner.prepare_decode(config.max_num_seqs, self.max_model_len)
         self._work = threading.Condition(self._lock)
         self._stopping = False
         self._in_flight: set[EngineSequence] = set()

@@ -15,14 +15,14 @@ _MAX_REASON_CHARS = 300  # transformers may list every class it knows
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}  # what `paged_attention` computes
 
 
-def load_model(folder: Path) -> Any:
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The model, complete: transformers fills weights that a checkpoint lacks with random numbers."""
     try:
         if AutoConfig.from_pretrained(folder).is_encoder_decoder:
             raise UnsupportedModel("it is an encoder-decoder model; only decoder-only ones can be served")
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention.IMPLEMENTATION,
             output_loading_info=True,
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import structlog
+import torch
 from tokenizers import Tokenizer
 
 from services.engine.block_manager import BlockManager
@@ -41,6 +42,7 @@ class PagedEngine(ABC):
         vocab_size: int,
         model_max_len: int,
         eos_token_ids: tuple[int, ...],
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
         longest = min(config.max_model_len or model_max_len, model_max_len)
@@ -54,7 +56,7 @@ class PagedEngine(ABC):
         )
         # What the pool cannot hold the worker does not offer, so a request without a limit gets one.
         self.max_model_len = min(longest, num_blocks * config.block_size)
-        self.cache = KvCache(layout, num_blocks, config.block_size)
+        self.cache = KvCache(layout, num_blocks, config.block_size, device)
         self.scheduler = Scheduler(
             BlockManager(num_blocks),
             copy_block=self.cache.copy_block if config.prefix_cache else None,
