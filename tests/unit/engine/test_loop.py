@@ -13,14 +13,7 @@ from services.engine.errors import EngineStopped, InvalidKvPage, SequenceRelease
 from services.engine.interface import Sequence
 from services.engine.loop import HfEngine
 from services.engine.request import ChunkComputed, FirstTokenSampled, SampledToken, SubmitMode
-from tests.unit.engine.tiny_models import (
-    FAMILIES,
-    complete,
-    generate,
-    make_request,
-    running_engine,
-    save_model,
-)
+from tests.unit.engine.tiny_models import complete, generate, make_request, running_engine, save_model
 from tests.waiting import eventually
 
 NUM_TOKENS = 24
@@ -30,25 +23,6 @@ PROMPTS = [[(11 * i + 5 * n) % 900 + 3 for i in range(n)] for n in (1, 7, 16, 33
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("llama"))
-
-
-# One of each kind in every run: plain, sliding window, learned positions, soft-capped scores.
-_QUICK = ("llama", "mistral", "gpt2", "gemma2")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
-)
-async def test_greedy_equals_generate_alone_and_together(tmp_path: Path, family: str) -> None:
-    folder = save_model(tmp_path, family)
-    expected = generate(folder, PROMPTS, NUM_TOKENS)
-    async with running_engine(folder, prefill_chunk=20, max_batched_tokens=40) as engine:
-        alone = [(await complete(engine, make_request(prompt, NUM_TOKENS)))[0] for prompt in PROMPTS]
-        assert alone == expected
-        together = await asyncio.gather(*(complete(engine, make_request(p, NUM_TOKENS)) for p in PROMPTS))
-        assert [tokens for tokens, _ in together] == expected
-        assert engine.load().blocks_used == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64])

@@ -29,22 +29,33 @@ SHAPE: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 512,
 }
+_MULTI_HEAD = {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "head_dim")}
+_WINDOW: dict[str, Any] = SHAPE | {"sliding_window": 24}  # shorter than some prompts
+# With tied embeddings a random model repeats one token for ever, which shows little.
+_UNTIED = {"tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SHAPE,
     "qwen2": SHAPE,
     "qwen3": SHAPE,
-    "mistral": SHAPE | {"sliding_window": 24},
+    "mistral": _WINDOW,
     "gpt2": {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 512},
-    "gpt_neox": {k: v for k, v in SHAPE.items() if k not in ("num_key_value_heads", "head_dim")},
+    "gpt_neox": _MULTI_HEAD,
     "olmo2": SHAPE,
+    "olmo3": _WINDOW,
     "granite": SHAPE,
-    "gemma2": SHAPE | {"sliding_window": 24, "query_pre_attn_scalar": 8},
-    "gemma3_text": SHAPE | {"sliding_window": 24, "query_pre_attn_scalar": 8},
+    "gemma": SHAPE | _UNTIED,
+    "gemma2": _WINDOW | _UNTIED | {"query_pre_attn_scalar": 8},
+    "gemma3_text": _WINDOW | _UNTIED | {"query_pre_attn_scalar": 8},
+    "phi": SHAPE,
     "phi3": SHAPE,
     "smollm3": SHAPE,
+    "starcoder2": _WINDOW | _UNTIED,
+    "cohere2": _WINDOW,
+    "glm4": SHAPE,
+    "opt": _MULTI_HEAD | _UNTIED | {"ffn_dim": 96, "word_embed_proj_dim": 48},
     "mixtral": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "gpt_oss": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    "gpt_oss": _WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
