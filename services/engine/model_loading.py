@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from services.engine import attention
 from services.engine.errors import UnsupportedModel
 
+IGNORES_INTERFACE = "its layers do not all go through transformers' attention interface"
 _MAX_REASON_CHARS = 300  # transformers may list every class it knows
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}  # what `paged_attention` computes
 
@@ -27,6 +28,8 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        if attention.IMPLEMENTATION in error.args:  # looked up in a table of its own
+            raise UnsupportedModel(IGNORES_INTERFACE) from error
         reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
         raise UnsupportedModel(f"transformers cannot load it for causal generation: {reason}") from error
     if missing := sorted(loading["missing_keys"]):
@@ -52,7 +55,10 @@ def check_config(config: Any) -> None:
     """Refuses what is known from the configuration alone; `_check_attention` sees short prompts only."""
     needed = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     if missing := [name for name in needed if not hasattr(config, name)]:
-        raise UnsupportedModel(f"its configuration has no {' and no '.join(missing)}")
+        names = " and no ".join(missing)
+        raise UnsupportedModel(
+            f"its configuration has no {names}: neither state-space models nor ALiBi positions can be served"
+        )
     if unknown := sorted({*(getattr(config, "layer_types", None) or ())} - _KNOWN_LAYER_TYPES):
         raise UnsupportedModel(f"its layers are of a type that cannot be paged: {', '.join(unknown)}")
 

@@ -23,7 +23,13 @@ from services.engine.graph_model import Forward, GraphModel, record
 from services.engine.kv_cache import KvCache, KvLayout
 from services.engine.kv_lengths import ALL_LENGTHS, find_lengths
 from services.engine.linear_packing import Packer, linears_to_pack, pack_linears
-from services.engine.model_loading import check_config, eos_token_ids, load_model, longest_context
+from services.engine.model_loading import (
+    IGNORES_INTERFACE,
+    check_config,
+    eos_token_ids,
+    load_model,
+    longest_context,
+)
 from services.engine.placement import resolve
 from services.engine.precision import Precision
 from services.engine.scheduler import ScheduledChunk
@@ -138,7 +144,7 @@ class ModelRunner:
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             raise UnsupportedModel(f"its attention cannot be paged: {error}") from error
         if num_calls != self.layout.num_layers:
-            raise UnsupportedModel("its layers do not all go through transformers' attention interface")
+            raise UnsupportedModel(IGNORES_INTERFACE)
         if not self._is_close(logits, expected):
             raise UnsupportedModel("its paged attention does not equal its eager attention")
 
@@ -168,16 +174,19 @@ class ModelRunner:
             graph = self._captured(model)
         except NotCapturable as error:
             log.info("the model runs eagerly", reason=str(error))
-            packer = Packer(self.precision, [(linear.out_features, linear.in_features) for linear in linears])
-            pack_linears(model, packer)
-        else:
-            self._compute = graph
+            if linears:
+                shapes = [(linear.out_features, linear.in_features) for linear in linears]
+                packer = Packer(self.precision, shapes)
+                pack_linears(model, packer)
+                self._min_rows = packer.min_rows
+            return
+        self._compute = graph
+        if linears and {*graph.linears} <= {*linears}:
             packer = Packer(self.precision, graph.linear_shapes)
-            if {*graph.linears} <= {*linears}:
-                graph.pack(packer.pack)
-            elif self.device.type == "cuda":
-                graph.pack(lambda linear: linear)  # those with the same input as one
-        self._min_rows = packer.min_rows if linears else 1
+            graph.pack(packer.pack)
+            self._min_rows = packer.min_rows
+        elif self.device.type == "cuda":
+            graph.pack(lambda linear: linear)  # those with the same input as one
 
     def _captured(self, model: Any) -> GraphModel:
         """The model as a graph that gives what the model does. Raises NotCapturable."""

@@ -21,6 +21,28 @@ LONGROPE = {
     "short_factor": [1.0] * 4,
     "long_factor": [4.0] * 4,
 }
+DELTA_NET = {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")} | {
+    f"linear_num_{name}_heads": 2 for name in ("key", "value")
+}
+QWEN_MOE = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+DEEPSEEK = SHAPE | {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 MOE = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -76,8 +98,22 @@ def test_a_damaged_folder(tmp_path: Path, damage: Callable[[Path], object], reas
 @pytest.mark.parametrize(
     ("family", "shape", "reason"),
     [
-        ("mamba", {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 4}, "num_attention_heads"),
-        ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 4}, "max_position_embeddings"),
+        ("mamba", {"hidden_size": 48, "num_hidden_layers": 2, "state_size": 4}, "neither state-space"),
+        ("rwkv", {"hidden_size": 48, "num_hidden_layers": 2, "context_length": 64}, "neither state-space"),
+        ("qwen3_next", {**SHAPE, **QWEN_MOE, **DELTA_NET, "num_hidden_layers": 4}, "linear_attention"),
+        ("lfm2", {**SHAPE, "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 96}, "conv"),
+        # ALiBi: positions without a bound, and attention that knows no interface.
+        ("bloom", {"hidden_size": 48, "n_layer": 2, "n_head": 4}, "ALiBi"),
+        ("mpt", {"d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}, "ALiBi"),
+        ("falcon", {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}, "interface"),
+        (
+            "bloom",
+            {"hidden_size": 48, "n_layer": 2, "n_head": 4, "max_position_embeddings": 64},
+            "interface",
+        ),
+        # Keys have another head size than the configuration says, or values another than keys.
+        ("deepseek_v3", DEEPSEEK | {"v_head_dim": 16}, "cannot be paged"),
+        ("deepseek_v3", DEEPSEEK | {"head_dim": 16, "v_head_dim": 8}, "cannot be paged"),
         ("bert", {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}, "equal"),
         # Chunks are longer than the self-test's prompt: only the layers' type tells.
         ("llama4_text", {**SHAPE, **MOE, "attention_chunk_size": 16}, "chunked_attention"),
