@@ -29,7 +29,7 @@ from services.rpc.interceptors import tracing_client_interceptors
 log = structlog.get_logger()
 
 
-def build(settings: GatewaySettings, api_keys: ApiKeys) -> Gateway:
+def build(settings: GatewaySettings, api_keys: ApiKeys, tokenizer: ChatTokenizer) -> Gateway:
     """Everything of one gateway, not yet started; in the loop that it will run in."""
     telemetry = setup("baton-gateway", instance=settings.listen)
     gateway_id = f"{settings.listen}/{secrets.token_hex(8)}"  # of this process, not of the address
@@ -43,7 +43,6 @@ def build(settings: GatewaySettings, api_keys: ApiKeys) -> Gateway:
     router = Router(
         settings.decode_workers, settings.prefill_workers, tracing_client_interceptors(telemetry.tracer)
     )
-    tokenizer = ChatTokenizer(settings.model)
     generations = Generations(
         hub,
         router,
@@ -94,7 +93,11 @@ async def serve(settings: GatewaySettings) -> None:
         api_keys = ApiKeys.from_file(settings.api_keys_file)
     except (OSError, ValueError) as error:
         raise SystemExit(f"BATON_API_KEYS_FILE: {error}") from error
-    gateway = build(settings, api_keys)
+    try:
+        tokenizer = ChatTokenizer(settings.model)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"BATON_MODEL: {error}") from error
+    gateway = build(settings, api_keys, tokenizer)
 
     def drain() -> None:
         if gateway.draining_since is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -24,19 +24,19 @@ _BATCH = 1024
 
 
 class ChatTokenizer:
-    """A model folder's tokenizer and chat template."""
+    """A model folder's tokenizer and chat template.
+
+    Raises ValueError, with the file and what to do, for a folder that chats cannot be rendered with.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._spelled = _spelled_control_tokens(self._tokenizer)
         self._control_token = re.compile("|".join(map(re.escape, self._spelled)) or r"(?!)")
         config = _read_json(folder / "tokenizer_config.json")
-        template = folder / "chat_template.jinja"
-        self._template: str | None = (
-            template.read_text() if template.is_file() else config.get("chat_template")
-        )
+        self._template = _read_template(folder, config)
         self._special_tokens = {
             name: token["content"] if isinstance(token, dict) else token
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -54,8 +54,6 @@ class ChatTokenizer:
         return await asyncio.to_thread(self._encode_chat, messages)
 
     def _encode_chat(self, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-        if self._template is None:
-            raise InvalidRequest("This model has no chat template.", param="messages")
         marker = f"{secrets.token_hex(16)}:"  # nobody can write it into a message
         names: list[str] = []
 
@@ -110,8 +108,44 @@ def _spelled_control_tokens(tokenizer: Tokenizer) -> dict[str, list[int]]:
     return spelled
 
 
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library's only type
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> str:
+    """From its own file, or from the tokenizer's configuration, where it may be one of several."""
+    path = folder / "chat_template.jinja"
+    template: str | None
+    if path.is_file():
+        template = path.read_text()
+    else:
+        path = folder / "tokenizer_config.json"
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = next((each["template"] for each in template if each["name"] == "default"), None)
+        if not template:
+            raise ValueError(
+                f"{folder} has no chat template: no chat_template.jinja, and none in tokenizer_config.json. "
+                "Base models come without one: take the chat version of the model, or put its "
+                "chat_template.jinja into the folder"
+            )
+    try:
+        render_jinja_template([[{"role": "user", "content": ""}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template in {path} is none: line {error.lineno}: {error}") from error
+    except TemplateError:
+        pass  # it may want other messages than these
+    return template
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text())
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     return content

@@ -85,15 +85,19 @@ class Stack:
         eventually_sync(lambda: httpx.get(f"{self.url}/readyz").status_code == 200, timeout=30)
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's, without settings of a stack but the place of fetched models."""
+    kept = ("BATON_CACHE_DIR",)
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("BATON_") or name in kept
+    }
+
+
 @contextmanager
 def running_stack(folder: Path, *flags: str, gateways: int = 1, **variables: str) -> Iterator[Stack]:
     """Starts a stack; `variables` are `BATON_*` settings without the prefix, in lower case."""
     port = free_ports(gateways)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    for kept in ("BATON_CACHE_DIR",):
-        if kept in os.environ:
-            environment[kept] = os.environ[kept]
-    environment |= {f"BATON_{name.upper()}": value for name, value in variables.items()}
+    environment = clean_environment() | {f"BATON_{name.upper()}": value for name, value in variables.items()}
     stack = Stack(folder, environment, port)
     try:
         stack.baton("up", "--port", str(port), "--gateways", str(gateways), *flags)

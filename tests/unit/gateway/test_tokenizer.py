@@ -1,6 +1,8 @@
 """Prompts become the tokens of their template's text, and big ones hold nobody up."""
 
 import asyncio
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,39 @@ async def test_the_event_loop_goes_on_while_a_big_prompt_is_encoded(folder: Path
         await asyncio.sleep(0.001)
         num_turns += 1
     assert num_turns > 50, "the encoder takes about a second and must not keep the interpreter lock"
+
+
+async def test_a_template_may_stand_in_the_tokenizers_configuration(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    expected = await ChatTokenizer(folder).encode_chat(messages)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    several = [{"name": "tool_use", "template": "other"}, {"name": "default", "template": template}]
+    for written in (template, several):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": written}))
+        assert await ChatTokenizer(folder).encode_chat(messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: (folder / "chat_template.jinja").unlink(), r"no chat_template\.jinja.*put its"),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text("a\n{% for %}"),
+            r"\.jinja is none: line 2",
+        ),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), r"tokenizer\.json cannot be read"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("{"), r"_config\.json cannot be read"),
+    ],
+)
+def test_a_folder_that_no_chat_can_be_rendered_with(
+    folder: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=reason):
+        ChatTokenizer(folder)
+
+
+def test_a_template_that_wants_other_messages_is_one(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('a system message must come first') }}")
+    ChatTokenizer(folder)
