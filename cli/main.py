@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from cli.bench import app as bench_app
 from cli.errors import CommandError, StartFailed
 from cli.run_folder import RunFolder
 from cli.terminal import say
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 class Engine(StrEnum):

@@ -1,0 +1,140 @@
+"""The run as a picture: where a step's time goes, and tokens per second beside transformers."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.engine.figures import PEER, Figures, decode_tokens_per_s, step_s
+from bench.engine.measure import EXACT, FAST
+from bench.statistics import Spread, spread
+
+_PARTS = (  # attribute of StepSplit, label, colour
+    ("forward_s", "forward", "#4c78a8"),
+    ("sampling_s", "sampling", "#f58518"),
+    ("detokenizing_s", "detokenizing", "#54a24b"),
+    ("scheduling_s", "scheduling", "#b279a2"),
+)
+_COLOURS = {EXACT: "#8da0cb", FAST: "#1f9e89", PEER: "#b0b0b0"}
+_LABELS = {EXACT: "Baton, exact (fp32)", FAST: "Baton, fast", PEER: "transformers (fp32)"}
+
+
+def save_plot(figures: Figures, file: Path) -> None:
+    """Writes a picture; the file's ending says which format."""
+    figure = Figure(figsize=(13, 5.6), dpi=150, layout="constrained")
+    steps, single, batch = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
+    _plot_steps(steps, figures)
+    _plot_rates(single, figures, "One stream", 1)
+    _plot_rates(batch, figures, "16 streams", 16)
+    s = figures.settings
+    figure.suptitle(
+        f"baton bench engine: {s.model.name}, {s.threads} thread{'s' if s.threads > 1 else ''}, "
+        f"median of {s.rounds} rounds (whiskers: smallest to largest)",
+        fontsize=12,
+        fontweight="bold",
+    )
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    figure.savefig(file)
+
+
+def _plot_steps(axes: Axes, figures: Figures) -> None:
+    """Stacked bars, a pair for each batch and context."""
+    s = figures.settings
+    names, places, place = [], [], 0.0
+    for context in s.contexts:
+        for batch in s.batches:
+            for mode in (EXACT, FAST):
+                splits = [point.split for point in figures.sweep_points(mode, batch, context)]
+                bottom = 0.0
+                for part, label, colour in _PARTS:
+                    height = spread(getattr(split, part) for split in splits).median * 1000
+                    axes.bar(place, height, 0.85, bottom=bottom, color=colour, label=label)
+                    bottom += height
+                whole = spread(split.step_s for split in splits).scaled(1000)
+                _whisker(axes, place, whole)
+                axes.annotate(
+                    _number(whole.median),
+                    (place, whole.high),
+                    (0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                )
+                names.append(mode)
+                places.append(place)
+                place += 1
+            axes.annotate(
+                f"batch {batch}\ncontext {context}",
+                (place - 1.5, 0),
+                (0, -22),
+                ha="center",
+                va="top",
+                xycoords="data",
+                textcoords="offset points",
+                fontsize=8,
+                annotation_clip=False,
+            )
+            place += 0.7
+    axes.set_xticks(places, names, fontsize=7.5)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(" \n \n", fontsize=8)  # room for the groups' names
+    axes.set_ylabel("ms")
+    axes.set_title("One decode step, by part", fontsize=11, pad=26)
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(
+        unique.values(),
+        unique.keys(),
+        ncols=len(unique),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.99),
+        frameon=False,
+        fontsize=9,
+    )
+    _clean(axes)
+
+
+def _plot_rates(axes: Axes, figures: Figures, title: str, batch: int) -> None:
+    """Decode tokens per second of everybody who took part."""
+    names = [PEER, EXACT, FAST] if figures.settings.peers else [EXACT, FAST]
+    for place, name in enumerate(names):
+        if batch == 1:
+            rate = figures.compared(name, lambda comparison: 1 / step_s(comparison))
+        else:
+            rate = figures.compared(name, decode_tokens_per_s)
+        axes.bar(place, rate.median, 0.7, color=_COLOURS[name])
+        _whisker(axes, place, rate)
+        axes.annotate(
+            _number(rate.median),
+            (place, rate.high),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
+    axes.set_xticks(range(len(names)), [_LABELS[name].replace(" (", "\n(") for name in names], fontsize=8)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("decode tokens/s")
+    axes.set_title(f"{title}, prompts of {figures.settings.peer_prompt} tokens", fontsize=11, pad=26)
+    _clean(axes)
+
+
+def _whisker(axes: Axes, place: float, value: Spread) -> None:
+    errors = [[value.median - value.low], [value.high - value.median]]
+    axes.errorbar(place, value.median, yerr=errors, color="#333333", capsize=3, linewidth=1)
+
+
+def _number(value: float) -> str:
+    """Three digits, no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _clean(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.grid(visible=True, color="#e4e4e4")
+    axes.set_axisbelow(True)
+    axes.margins(y=0.12)

@@ -1,0 +1,83 @@
+"""`baton bench ...`: measurements of parts of the system, on this machine.
+
+A benchmark that could not measure what it says raises CommandError; it never prints a figure instead.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.errors import CommandError
+
+app = typer.Typer(help="Measure a part of the system.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Keeps `engine` a word of its own while it is the only benchmark."""
+
+
+@app.command()
+def engine(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face model folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads, ours and theirs.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, by turns.")] = 3,
+    batches: Annotated[str, typer.Option(help="Batch sizes of the sweep.")] = "1,4,16",
+    contexts: Annotated[str, typer.Option(help="Prompt tokens of the sweep.")] = "128,512",
+    precision: Annotated[str, typer.Option(help="Of the fast mode: fast, fp16, bf16 or fp32.")] = "fast",
+    quick: Annotated[bool, typer.Option("--quick", help="A smoke test; its figures say little.")] = False,
+    without_transformers: Annotated[
+        bool, typer.Option("--without-transformers", help="Ours alone; no ratios.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every round here.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw a picture (.png, .svg).")] = None,
+) -> None:
+    """Step time, tokens/s and overhead of the engine, against memory bandwidth and transformers."""
+    import observability.logs
+    from bench.engine.errors import BenchFailed
+    from bench.engine.run import run
+    from bench.engine.settings import Settings
+    from cli.model import ensure_default_model
+    from services.engine.errors import UnsupportedModel
+    from services.engine.precision import Precision
+
+    observability.logs.configure("bench")
+    try:
+        settings = Settings(
+            model=model or ensure_default_model(),
+            threads=threads,
+            rounds=rounds,
+            batches=_numbers(batches),
+            contexts=_numbers(contexts),
+            precision=Precision(precision),
+            peers=not without_transformers,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if plot_file is not None:
+        _check_plotting(plot_file)
+    try:
+        run(settings.quick() if quick else settings, json_file, plot_file)
+    except UnsupportedModel as error:
+        raise CommandError(f"{settings.model} cannot be served: {error}") from error
+    except BenchFailed as error:
+        raise CommandError(f"no figures: {error}") from error
+
+
+def _numbers(listed: str) -> tuple[int, ...]:
+    """Raises ValueError."""
+    return tuple(int(number) for number in listed.split(","))
+
+
+def _check_plotting(file: Path) -> None:
+    """Before the measurement, not after it."""
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        raise CommandError("--plot needs matplotlib: pip install 'baton-serve[bench]'") from error
+    if file.suffix not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--plot: {file} should end in .png, .svg or .pdf")
