@@ -6,7 +6,7 @@ import pytest
 
 from services.engine.request import SampledToken, SubmitMode
 from services.engine.sequence import EngineSequence, SequenceState
-from tests.unit.engine.test_scheduler import Bench
+from tests.unit.engine.scheduling import Bench
 
 LOCAL, HANDOFF, PREFILL_ONLY = SubmitMode.LOCAL, SubmitMode.HANDOFF, SubmitMode.PREFILL_ONLY
 
