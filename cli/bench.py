@@ -3,6 +3,7 @@
 A benchmark that could not measure what it says raises CommandError; it never prints a figure instead.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,6 @@ def engine(
     from services.engine.errors import UnsupportedModel
     from services.engine.precision import Precision
 
-    observability.logs.configure("bench")
     try:
         settings = Settings(
             model=model or ensure_default_model(),
@@ -58,8 +58,8 @@ def engine(
         )
     except ValueError as error:
         raise CommandError(str(error)) from error
-    if plot_file is not None:
-        _check_plotting(plot_file)
+    _check_files(json_file, plot_file)
+    observability.logs.configure("bench")
     try:
         run(settings.quick() if quick else settings, json_file, plot_file)
     except UnsupportedModel as error:
@@ -73,11 +73,14 @@ def _numbers(listed: str) -> tuple[int, ...]:
     return tuple(int(number) for number in listed.split(","))
 
 
-def _check_plotting(file: Path) -> None:
+def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Before the measurement, not after it."""
-    try:
-        import matplotlib  # noqa: F401 - only whether it is there
-    except ImportError as error:
-        raise CommandError("--plot needs matplotlib: pip install 'baton-serve[bench]'") from error
-    if file.suffix not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"--plot: {file} should end in .png, .svg or .pdf")
+    for file in (json_file, plot_file):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise CommandError(f"{file.parent} is no folder")
+    if plot_file is None:
+        return
+    if plot_file.suffix not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--plot: {plot_file} should end in .png, .svg or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'baton-serve[bench]'")

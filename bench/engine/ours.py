@@ -98,7 +98,10 @@ class OurEngine(HfEngine):
                 break
             await asyncio.sleep(0.001)
         if found != num_tokens:
-            raise BenchFailed(f"{self.name} computed {found} tokens where {num_tokens} were needed")
+            raise BenchFailed(
+                f"{self.name} computed {found} tokens where {num_tokens} were needed "
+                "(more: sequences were preempted, the KV memory is too small for this batch)"
+            )
 
 
 async def _read(sequence: EngineSequence) -> _Reply:

@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -45,10 +46,17 @@ def _document(figures: Figures, machine: Machine) -> dict[str, object]:
         "command": "baton bench engine",
         "machine": asdict(machine),
         "settings": asdict(figures.settings),
-        "rounds": [asdict(each) for each in figures.rounds],
+        "rounds": [_without_replies(asdict(each)) for each in figures.rounds],
         "equal_replies": [asdict(agreement) for agreement in figures.agreements()],
         "result": figures.result(),
     }
+
+
+def _without_replies(each: dict[str, Any]) -> dict[str, Any]:
+    """Token IDs were compared; the counts are in `equal_replies`."""
+    for comparison in each["comparisons"].values():
+        del comparison["single_replies"], comparison["batch_replies"]
+    return each
 
 
 def _progress(message: str) -> None:
