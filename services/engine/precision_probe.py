@@ -14,8 +14,8 @@ from services.engine.precision import Precision
 log = structlog.get_logger()
 
 _ROWS = (1, 4, 16, 128)  # a stream, small and large batches, a chunk of a prompt
-_REPEATS = 3
-_WORTH_TWO_COPIES = 0.9  # of the time that one precision for all would take
+_REPEATS = 5
+_WORTH_TWO_COPIES = 1.15  # times as slow as two precisions, at some number of rows, is one for all
 _MOST_OUTPUTS = 4096  # of a layer that is timed; a vocabulary's layer is a longer one of the same kind
 _CACHES_BYTES = 64 * 2**20  # read between two timings: in a step, weights come from memory
 
@@ -39,11 +39,11 @@ def probe(
     scratch = torch.zeros(_CACHES_BYTES // 4)
     for (out, inner), count in counts.items():
         linear = nn.Linear(inner, out)
-        inputs = [torch.randn(1, rows, inner) for rows in _ROWS]
-        for precision, pack in layers.items():
-            layer = pack(linear)
-            for i, x in enumerate(inputs):
-                costs[precision][i] += count * _time(layer, x, scratch)
+        packed = {precision: pack(linear) for precision, pack in layers.items()}
+        for i, rows in enumerate(_ROWS):
+            x = torch.randn(1, rows, inner)
+            for precision, seconds in _time(packed, x, scratch).items():
+                costs[precision][i] += count * seconds
     log.info(
         "precisions timed",
         rows=_ROWS,
@@ -64,17 +64,26 @@ def choose(costs: dict[Precision, list[float]], rows: tuple[int, ...]) -> Precis
         for many in costs
     }
     split = min(plans, key=lambda plan: plans[plan])
-    if split.few is split.many or plans[split] > _WORTH_TWO_COPIES * sum(relative[single]):
+    slowdowns = [
+        relative[single][i] / relative[split.few if n <= (split.limit or 0) else split.many][i]
+        for i, n in enumerate(rows)
+    ]
+    if split.few is split.many or max(slowdowns) < _WORTH_TWO_COPIES:
         return PrecisionPlan(single, single)
     return split
 
 
-def _time(layer: nn.Module, x: torch.Tensor, scratch: torch.Tensor) -> float:
-    layer(x)  # the first call of a shape also sets kernels up
-    best = float("inf")
+def _time(
+    packed: dict[Precision, nn.Module], x: torch.Tensor, scratch: torch.Tensor
+) -> dict[Precision, float]:
+    """Seconds, the least of several; the precisions take turns, so that a busy moment meets them all."""
+    best = dict.fromkeys(packed, float("inf"))
+    for layer in packed.values():
+        layer(x)  # the first call of a shape also sets kernels up
     for _ in range(_REPEATS):
-        scratch.add_(1)
-        started = time.perf_counter()
-        layer(x)
-        best = min(best, time.perf_counter() - started)
+        for precision, layer in packed.items():
+            scratch.add_(1)
+            started = time.perf_counter()
+            layer(x)
+            best[precision] = min(best[precision], time.perf_counter() - started)
     return best
