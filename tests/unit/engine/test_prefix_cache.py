@@ -11,7 +11,7 @@ from services.engine.prefix_cache import PrefixCache, PrefixMatch
 from services.engine.prefix_digests import PrefixDigests
 from services.engine.request import EngineRequest, SamplingParams, SubmitMode
 from services.engine.sequence import EngineSequence
-from tests.unit.engine.test_scheduler import TOKENIZER, Bench
+from tests.unit.engine.scheduling import TOKENIZER, Bench
 
 SIZE = 4
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)
