@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer
 
 from services.engine.detokenizer import TextStream
 from services.engine.request import SampledToken, SamplingParams, TextGenerated
@@ -95,36 +95,3 @@ def test_every_token_is_named_once() -> None:
     ids = TOKENIZER.encode("a relay END b").ids
     assert named == ids[: len(named)]
     assert TOKENIZER.decode(named) == "a relay END"
-
-
-def _byte_fallback_tokenizer() -> Tokenizer:
-    """As Llama 2 and Gemma have: a token for every byte, and decoding that looks at runs of them."""
-    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
-    for word in ("▁a", "b", "▁relay", "▁", "走"):
-        vocabulary[word] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
-
-
-def test_bytes_that_undo_those_before_them_neither_raise_nor_lose_a_word() -> None:
-    tokenizer = _byte_fallback_tokenizer()
-    names = ("<0x0F>", "<0xF2>", "<0xD6>", "▁relay")
-    stream = TextStream(tokenizer, SamplingParams())
-    shown = [stream.push(SampledToken(tokenizer.token_to_id(name))) for name in names]
-    assert joined([piece for piece in shown if piece]) == "\x0f�� relay"
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 261), min_size=1, max_size=40))
-def test_any_tokens_give_text_and_a_continuation_the_same(ids: list[int]) -> None:
-    tokenizer = _byte_fallback_tokenizer()
-    stream = TextStream(tokenizer, SamplingParams())
-    whole = [piece for token_id in ids if (piece := stream.push(SampledToken(token_id)))]
-    for cut in range(1, len(whole) + 1):
-        prior = [token.token_id for piece in whole[:cut] for token in piece.tokens]
-        resumed = TextStream(tokenizer, SamplingParams(), prior)
-        rest = [piece for token_id in ids[len(prior) :] if (piece := resumed.push(SampledToken(token_id)))]
-        assert whole[:cut] + rest == whole

@@ -1,0 +1,120 @@
+"""From tokens to whole text, as they come.
+
+Invariant: what is given out is what decoding all tokens at once has there, so nothing is given out that a
+later token may change: no half character, and no run of byte tokens before its end. Tokenizers that fall
+back to byte tokens decode a run of them to U+FFFD throughout as soon as one of its bytes is wrong. The
+library's DecodeStream gives out such a run byte by byte, and fails when a later byte undoes it.
+
+Knows nothing of stop strings.
+"""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from services.engine.request import SampledToken, TextGenerated
+
+_REPLACEMENT = "\ufffd"
+_MOST_PENDING = 64  # tokens that wait for their end; bounds what a run of broken ones costs
+_MOST_HALF = 3  # tokens of a character whose last byte is missing
+_MOST_CONTEXT = 4
+
+
+class IncrementalDecoder:
+    """The text of one sequence."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._has_byte_tokens = _has_byte_tokens(tokenizer)
+        self._context: list[int] = []  # tokens before: what follows decodes by where it stands
+        self._context_length = 0  # characters
+        self._pending: list[SampledToken] = []
+        self._pending_text = ""
+        self._is_in_run = False
+
+    @property
+    def text_if_ended(self) -> str:
+        """Text of the pending tokens as `flush` would give it now; a later token may change it."""
+        return self._whole().text
+
+    def push(self, token: SampledToken) -> TextGenerated | None:
+        """Takes the next token; returns what has become certain."""
+        self._pending.append(token)
+        before, self._pending_text = self._pending_text, self._decode(self._pending)
+        if self._is_byte(token.token_id):
+            self._is_in_run = True
+        elif self._pending_text != before:  # control tokens have no text and end no run
+            self._is_in_run = False
+        if self._pending_text and not self._is_in_run and not self._pending_text.endswith(_REPLACEMENT):
+            unit = TextGenerated(self._pending_text, tuple(self._pending))
+            self._pending, self._pending_text = [], ""
+            self._move_context(unit)
+            return unit
+        return self._take_oldest() if len(self._pending) > _MOST_PENDING else None
+
+    def flush(self) -> TextGenerated | None:
+        """No more tokens come: all that is pending, but for half a character at the end."""
+        whole = self._whole()
+        return self._take(len(whole.tokens), whole.text) if whole.text else None
+
+    def take_pending(self) -> tuple[SampledToken, ...]:
+        """The tokens without text; they are forgotten."""
+        return self._take(len(self._pending), "").tokens
+
+    def _take(self, count: int, text: str) -> TextGenerated:
+        """Of the pending tokens, the first ones; the context stays, for the rest may be of the same run."""
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        self._pending_text = self._decode(self._pending)
+        self._is_in_run = self._is_in_run and bool(self._pending)
+        return TextGenerated(text, tuple(taken))
+
+    def _move_context(self, unit: TextGenerated) -> None:
+        token_ids = [token.token_id for token in unit.tokens]
+        if len(self._context) < _MOST_CONTEXT:
+            self._context += token_ids
+            self._context_length += len(unit.text)
+        else:
+            self._context = token_ids
+            self._context_length = len(self._decode_ids(token_ids))
+
+    def _whole(self) -> TextGenerated:
+        """The pending tokens without those of half a character at the end; text may be empty."""
+        count, text = len(self._pending), self._pending_text
+        fewest = max(0, count - _MOST_HALF)
+        while text.endswith(_REPLACEMENT) and count > fewest:
+            count -= 1
+            text = self._decode(self._pending[:count])
+        if text.endswith(_REPLACEMENT):  # more is broken than half a character
+            return TextGenerated(self._pending_text, tuple(self._pending))
+        if not text:  # the half may share a token with whole ones
+            return TextGenerated(self._pending_text.rstrip(_REPLACEMENT), tuple(self._pending))
+        return TextGenerated(text, tuple(self._pending[:count]))
+
+    def _take_oldest(self) -> TextGenerated | None:
+        """The pending tokens up to a border between characters, but the last few."""
+        whole = self._whole()
+        for count in range(len(whole.tokens) - _MOST_HALF - 1, 0, -1):
+            first, rest = self._decode(whole.tokens[:count]), self._decode(whole.tokens[count:])
+            if first and first + rest == whole.text:
+                return self._take(count, first)
+        return None
+
+    def _decode(self, tokens: Sequence[SampledToken]) -> str:
+        """Text of tokens that follow the context."""
+        if not tokens:
+            return ""
+        ids = [*self._context, *(token.token_id for token in tokens)]
+        return self._decode_ids(ids)[self._context_length :]
+
+    def _decode_ids(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _is_byte(self, token_id: int) -> bool:
+        name = self._tokenizer.id_to_token(token_id) if self._has_byte_tokens else None
+        return name is not None and len(name) == len("<0x0A>") and name.startswith("<0x")
+
+
+def _has_byte_tokens(tokenizer: Tokenizer) -> bool:
+    newline = tokenizer.token_to_id("<0x0A>")
+    return newline is not None and tokenizer.decode([newline]) == "\n"
