@@ -120,7 +120,9 @@ async def check_prefix_hits(workload: Workload, config: dict[str, int]) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    folder = save_model(tmp_path_factory.mktemp("llama"))
+    # Wide enough that matrix products are cut up as a real model's are: narrower ones would hide a fault.
+    wide = {"hidden_size": 192, "intermediate_size": 384, "head_dim": 32}
+    folder = save_model(tmp_path_factory.mktemp("llama"), **wide)
     return asyncio.run(make_workload(folder, num_prompts=64, longest=480, vocabulary=900, num_tokens=8))
 
 

@@ -59,8 +59,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
-    """Writes a model folder with weights drawn from the seed."""
+def save_model(folder: Path, family: str = "llama", seed: int = 0, **changes: int) -> Path:
+    """Writes a model folder with weights drawn from the seed; changes are fields of its configuration."""
     tokenizer = make_tokenizer()
     shape = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -69,7 +69,9 @@ def save_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
         "pad_token_id": 2,
     }
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family], **shape))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **FAMILIES[family] | shape | changes)
+    )
     for parameter in model.parameters():  # spread the logits, so that no two tokens are nearly tied
         parameter.data.mul_(3)
     model.save_pretrained(folder)
