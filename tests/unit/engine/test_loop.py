@@ -95,24 +95,6 @@ async def test_a_cached_prompt_is_handed_over_whole(llama: Path) -> None:
         assert source.load().prompt_tokens_computed == len(PROMPTS[3]) + 1
 
 
-SAMPLINGS = [
-    {},
-    {"temperature": 1.0, "seed": 9},
-    {"temperature": 0.8, "seed": 2, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    {"temperature": 1.2, "seed": 3, "top_k": 30, "repetition_penalty": 1.3, "min_tokens": 5},
-]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_a_continuation_from_any_cut_gives_the_rest(llama: Path, sampling: dict[str, object]) -> None:
-    async with running_engine(llama) as engine:
-        whole, _ = await complete(engine, make_request(PROMPTS[2], NUM_TOKENS, **sampling))
-        for cut in range(1, len(whole) + 1):
-            request = make_request(PROMPTS[2], NUM_TOKENS, generated_token_ids=whole[:cut], **sampling)
-            rest, _ = await complete(engine, request)
-            assert whole[:cut] + rest == whole, f"cut at {cut}"
-
-
 async def hand_over(source: HfEngine, target: HfEngine, sequence: Sequence) -> None:
     """What prefill and decode do, without the wire: pages in odd pieces, layers apart."""
     reading = source.submit(sequence.request, SubmitMode.PREFILL_ONLY)
