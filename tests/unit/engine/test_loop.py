@@ -10,10 +10,16 @@ import torch
 
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped, InvalidKvPage, SequenceReleased
-from services.engine.interface import Sequence
 from services.engine.loop import HfEngine
-from services.engine.request import ChunkComputed, FirstTokenSampled, SampledToken, SubmitMode
-from tests.unit.engine.tiny_models import complete, generate, make_request, running_engine, save_model
+from services.engine.request import SampledToken, SubmitMode
+from tests.unit.engine.tiny_models import (
+    complete,
+    generate,
+    hand_over,
+    make_request,
+    running_engine,
+    save_model,
+)
 from tests.waiting import eventually
 
 NUM_TOKENS = 24
@@ -93,25 +99,6 @@ async def test_a_cached_prompt_is_handed_over_whole(llama: Path) -> None:
             sequence.release()
             assert [tokens] == expected
         assert source.load().prompt_tokens_computed == len(PROMPTS[3]) + 1
-
-
-async def hand_over(source: HfEngine, target: HfEngine, sequence: Sequence) -> None:
-    """What prefill and decode do, without the wire: pages in odd pieces, layers apart."""
-    reading = source.submit(sequence.request, SubmitMode.PREFILL_ONLY)
-    try:
-        await sequence.reserved()
-        async for event in reading.events():
-            if isinstance(event, FirstTokenSampled):
-                sequence.accept_first_token(event.token)
-                continue
-            assert isinstance(event, ChunkComputed)
-            for layers in ((0, 2), (2, 3)):
-                for start in range(event.token_start, event.token_end, 13):
-                    where = (*layers, start, min(start + 13, event.token_end))
-                    sequence.import_kv(*where, memoryview(reading.export_kv(*where).numpy().tobytes()))
-        sequence.join()
-    finally:
-        reading.release()
 
 
 async def test_split_equals_generate(llama: Path) -> None:

@@ -12,12 +12,15 @@ from services.engine.config import EngineConfig
 from services.engine.interface import Engine
 from services.engine.loop import HfEngine
 from services.engine.request import (
+    ChunkComputed,
     EngineRequest,
+    FirstTokenSampled,
     SamplingParams,
     SequenceFinished,
     SubmitMode,
     TextGenerated,
 )
+from services.engine.sequence import EngineSequence
 from services.engine.sim_model import make_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -130,3 +133,22 @@ async def complete(
         return tokens, text
     finally:
         sequence.release()
+
+
+async def hand_over(source: HfEngine, target: HfEngine, sequence: EngineSequence) -> None:
+    """What prefill and decode do, without the wire: pages in odd pieces, layers apart."""
+    reading = source.submit(sequence.request, SubmitMode.PREFILL_ONLY)
+    try:
+        await sequence.reserved()
+        async for event in reading.events():
+            if isinstance(event, FirstTokenSampled):
+                sequence.accept_first_token(event.token)
+                continue
+            assert isinstance(event, ChunkComputed)
+            for layers in ((0, 2), (2, 3)):
+                for start in range(event.token_start, event.token_end, 13):
+                    where = (*layers, start, min(start + 13, event.token_end))
+                    sequence.import_kv(*where, memoryview(reading.export_kv(*where).numpy().tobytes()))
+        sequence.join()
+    finally:
+        reading.release()
