@@ -19,7 +19,7 @@ from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tests.e2e.prompts import PROMPTS, TOKEN_COUNTS
 from tests.e2e.stack import Stack, running_stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_NEW_TOKENS = 24
 

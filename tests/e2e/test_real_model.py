@@ -12,7 +12,7 @@ from tests.e2e.sse_client import stream_chat
 from tests.e2e.stack import Stack, running_stack
 from tests.waiting import eventually_sync
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUESTION = [{"role": "user", "content": "Describe a relay race, please. " * 20}]
 STAGES = ("gateway", "decode_queue", "prefill_queue", "prefill", "text_hold", "log_append", "flush")
