@@ -89,8 +89,7 @@ class SimEngine(PagedEngine):
             sequence.timings.queue_s = run.started - sequence.submitted_at
         self._runs[sequence] = run
         self._schedule(run)
-        assert self._loop is not None
-        self._loop.call_soon(self._admit)  # one reservation less: another may be let in
+        self._admit_soon()  # one reservation less: another may be let in
 
     def _remove(self, sequence: EngineSequence) -> None:
         self._runs.pop(sequence, None)
@@ -128,6 +127,7 @@ class SimEngine(PagedEngine):
         sequence.num_computed_tokens = end
         self.on_computed(sequence)
         self._count_computed(sequence, start, end)
+        self._admit_soon()  # somebody may wait for this very prefix
         if sequence.mode is SubmitMode.PREFILL_ONLY:
             sequence.post([ChunkComputed(start, end)])
         self._schedule(run)
@@ -155,8 +155,12 @@ class SimEngine(PagedEngine):
         lost = [sequence for sequence in self._runs if sequence.state is SequenceState.WAITING]
         for sequence in lost:
             del self._runs[sequence]
-        if lost and self._loop is not None:
-            self._loop.call_soon(self._admit)
+        if lost:
+            self._admit_soon()
+
+    def _admit_soon(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon(self._admit)
 
     def _next_token(self, sequence: EngineSequence) -> SampledToken:
         request = sequence.request

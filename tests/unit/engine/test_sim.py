@@ -13,6 +13,7 @@ from services.engine.sequence import SequenceState
 from services.engine.sim import REPLY_LENGTH, SimEngine
 from services.engine.sim_model import REPLY_TEXT, write_sim_model
 from tests.unit.engine.tiny_models import complete, make_request
+from tests.waiting import eventually
 
 PROMPT = list(range(40))
 
@@ -83,6 +84,21 @@ async def test_a_join_makes_room_for_the_next_reservation(tmp_path: Path) -> Non
     first.join()
     async with asyncio.timeout(5):
         await second.reserved()
+    await engine.close()
+
+
+async def test_choices_start_together_once_one_has_computed_their_prompt(tmp_path: Path) -> None:
+    write_sim_model(tmp_path)
+    engine = SimEngine(
+        EngineConfig(model=tmp_path, model_name="sim", sim_token_ms=60_000, sim_prefill_ms_per_token=0.01)
+    )
+    await engine.start()
+    choices = [engine.submit(make_request(range(100), 50), SubmitMode.LOCAL) for _ in range(3)]
+    await eventually(lambda: engine.load().running == len(choices))
+    assert engine.load().waiting == 0
+    for choice in choices:
+        choice.release()
+    assert engine.load().blocks_used == 0
     await engine.close()
 
 
