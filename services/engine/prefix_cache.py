@@ -67,9 +67,13 @@ class PrefixCache:
             return PrefixMatch(tuple(found), None, covered, last)
         return PrefixMatch(tuple(found), tail, usable, None)
 
-    def is_coming(self, match: PrefixMatch) -> bool:
-        """Whether somebody is computing the block where the match ends."""
-        return match.missing in self._authors
+    def is_coming(self, match: PrefixMatch, sequence: EngineSequence) -> bool:
+        """Whether somebody is computing the block where the match of a sequence ends.
+
+        Nobody of lower priority: those in between, who go first, could hold it up without end.
+        """
+        author = None if match.missing is None else self._authors.get(match.missing)
+        return author is not None and author.request.priority >= sequence.request.priority
 
     def start(self, sequence: EngineSequence, match: PrefixMatch) -> None:
         """Lets the sequence go on behind a match whose blocks it shares; the rest is its to publish.
@@ -84,8 +88,11 @@ class PrefixCache:
         sequence.start_after_prefix(match.num_tokens)
         sequence.prefix.num_published_blocks = num_shared
         for digest in self._context_digests(sequence)[num_shared:]:
+            author = self._authors.get(digest)
+            if author is not None and author.request.priority >= sequence.request.priority:
+                continue
             if self._blocks.find(digest) is None:
-                self._authors.setdefault(digest, sequence)
+                self._authors[digest] = sequence
 
     def publish(self, sequence: EngineSequence) -> None:
         """Makes findable what the sequence has filled up to `num_computed_tokens`."""

@@ -89,13 +89,13 @@ class Scheduler:
     def admit(self) -> list[EngineSequence]:
         """Gives blocks to waiting sequences, in order, as long as the first one fits.
 
-        One whose prefix somebody is computing right now waits for it rather than compute it again; those
-        behind it need not wait.
+        One whose prefix somebody of no lower priority is computing right now waits for it rather than
+        compute it again; those behind it need not wait.
         """
         admitted = []
         for sequence in tuple(self._waiting):
             match = self._find_prefix(sequence)
-            if self._prefixes.is_coming(match):
+            if self._prefixes.is_coming(match, sequence):
                 continue
             if not self._can_admit(sequence, match):
                 break
@@ -204,7 +204,7 @@ class Scheduler:
         """
         if len(self._holding) + len(self._waiting) >= self._max_num_seqs:
             return False
-        are_followers = (self._prefixes.is_coming(self._find_prefix(other)) for other in self._waiting)
+        are_followers = (self._prefixes.is_coming(self._find_prefix(other), other) for other in self._waiting)
         return all(are_followers) and self._can_admit(sequence, self._find_prefix(sequence))
 
     def _blocks_at_admission(self, sequence: EngineSequence) -> int:

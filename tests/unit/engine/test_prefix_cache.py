@@ -83,16 +83,16 @@ def test_another_salt_finds_nothing() -> None:
 def test_what_is_being_computed_is_announced_until_it_is_there_or_its_author_is_gone() -> None:
     pool = Pool()
     author, follower = pool.sequence([1] * 9), pool.sequence([1] * 12)
-    assert not pool.cache.is_coming(pool.cache.find(follower))
+    assert not pool.cache.is_coming(pool.cache.find(follower), follower)
     author.block_table = pool.blocks.allocate(3)
     pool.cache.start(author, pool.cache.find(author))
-    assert pool.cache.is_coming(pool.cache.find(follower))
+    assert pool.cache.is_coming(pool.cache.find(follower), follower)
     author.num_computed_tokens = 4
     pool.cache.publish(author)
     match = pool.cache.find(follower)
-    assert (match.num_tokens, pool.cache.is_coming(match)) == (4, True)
+    assert (match.num_tokens, pool.cache.is_coming(match, follower)) == (4, True)
     pool.cache.forget(author)
-    assert not pool.cache.is_coming(match)
+    assert not pool.cache.is_coming(match, follower)
 
 
 def test_a_cache_that_is_off_finds_and_keeps_nothing() -> None:

@@ -32,6 +32,19 @@ def test_order_is_priority_then_arrival() -> None:
     assert [bench.step()[0][0] for _ in range(3)] == ["3", "1", "2"]
 
 
+def test_nobody_waits_for_a_prefix_behind_those_of_lower_priority() -> None:
+    bench = Bench(num_blocks=64, max_batched_tokens=8)
+    prompt = range(500, 520)
+    bench.add(0, prompt=prompt)
+    assert bench.step() == [("1", 0, 8)]
+    bench.add(80, priority=1)  # holds up the first, and whoever waits for it
+    bench.add(0, prompt=prompt, priority=2)
+    bench.add(0, prompt=prompt, priority=2)  # waits for the one before, which goes first
+    assert bench.step() == [("3", 8, 16)]
+    assert bench.step() == [("3", 16, 20), ("2", 0, 4)]
+    assert bench.step()[:2] == [("3", 20, 21), ("4", 19, 20)]
+
+
 def test_the_queue_is_bounded() -> None:
     bench = Bench(max_num_seqs=1, max_queue_len=2)
     bench.add(4)
