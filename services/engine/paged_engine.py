@@ -189,11 +189,15 @@ class PagedEngine(ABC):
             sequence.announce_reserved()
 
     def _count_computed(self, sequence: EngineSequence, start: int, end: int) -> None:
-        """Counts prompt tokens run here, and tokens of a continuation, which another run had computed."""
+        """Counts prompt tokens run here, and tokens of a continuation, which another run had computed.
+
+        Those of a continuation that a preemption has lost here the scheduler counts.
+        """
         request = sequence.request
         num_prompt, num_context = len(request.prompt_token_ids), request.num_context_tokens
         self.num_prompt_tokens_computed += max(0, min(end, num_prompt) - start)
-        self.num_continued_tokens_computed += max(0, min(end, num_context) - max(start, num_prompt))
+        first_continued = max(start, num_prompt, sequence.num_once_computed_tokens)
+        self.num_continued_tokens_computed += max(0, min(end, num_context) - first_continued)
 
     def _open(self) -> None:
         self._loop = asyncio.get_running_loop()

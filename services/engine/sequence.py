@@ -87,6 +87,7 @@ class EngineSequence:
         self.prefix = SequencePrefix(PrefixDigests(request.cache_salt, host.cache.block_size))
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
         self.num_lost_tokens = 0  # computed before a preemption
+        self.num_once_computed_tokens = 0  # the most that any preemption has lost
         self.was_preempted = False
         self.computes_locally = mode is not SubmitMode.HANDOFF
         self.submitted_at = time.monotonic()
@@ -267,6 +268,7 @@ class EngineSequence:
         """The blocks are gone: what the prefix cache cannot give back is computed again."""
         self.state = SequenceState.WAITING
         self.num_lost_tokens = self.num_computed_tokens
+        self.num_once_computed_tokens = max(self.num_once_computed_tokens, self.num_lost_tokens)
         self.num_computed_tokens = 0
         self.computes_locally = True
         self.was_preempted = True
