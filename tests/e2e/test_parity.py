@@ -39,7 +39,8 @@ def prompts(model_folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model_folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates, computed once, in fp32."""
+    """What transformers generates, computed once, in fp32. On one thread: two wait for a busy neighbour."""
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     replies = []
     for prompt in prompts:
