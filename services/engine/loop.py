@@ -187,13 +187,19 @@ class HfEngine(PagedEngine):
         return events
 
     def _abandon(self, chunks: Sequence[ScheduledChunk]) -> Deliveries:
+        """Drops the step's sequences, and those that wait for their prefixes.
+
+        These would fail next, one a step: the choices of one bad request would look like a bad engine.
+        """
         with self._work:
             self._in_flight = set()
-            for chunk in chunks:
-                if chunk.sequence.state is not SequenceState.RELEASED:
-                    chunk.sequence.state = SequenceState.ENDED
-                self._remove(chunk.sequence)
-        return [(chunk.sequence, []) for chunk in chunks]
+            sequences = [chunk.sequence for chunk in chunks]
+            sequences += self.scheduler.followers(sequences)
+            for sequence in sequences:
+                if sequence.state is not SequenceState.RELEASED:
+                    sequence.state = SequenceState.ENDED
+                self._remove(sequence)
+        return [(sequence, []) for sequence in sequences]
 
     def _hand_over(self, deliveries: Deliveries, failure: EngineStopped | None = None) -> None:
         """One wake-up of the event loop for everything that a step led to."""

@@ -67,13 +67,19 @@ class PrefixCache:
             return PrefixMatch(tuple(found), None, covered, last)
         return PrefixMatch(tuple(found), tail, usable, None)
 
-    def is_coming(self, match: PrefixMatch, sequence: EngineSequence) -> bool:
-        """Whether somebody is computing the block where the match of a sequence ends.
+    def awaited(self, match: PrefixMatch, sequence: EngineSequence) -> EngineSequence | None:
+        """Who is computing the block where the match of a sequence ends.
 
         Nobody of lower priority: those in between, who go first, could hold it up without end.
         """
         author = None if match.missing is None else self._authors.get(match.missing)
-        return author is not None and author.request.priority >= sequence.request.priority
+        if author is None or author.request.priority < sequence.request.priority:
+            return None
+        return author
+
+    def is_coming(self, match: PrefixMatch, sequence: EngineSequence) -> bool:
+        """Whether somebody is computing the block where the match of a sequence ends."""
+        return self.awaited(match, sequence) is not None
 
     def start(self, sequence: EngineSequence, match: PrefixMatch) -> None:
         """Lets the sequence go on behind a match whose blocks it shares; the rest is its to publish.

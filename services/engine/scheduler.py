@@ -10,7 +10,7 @@ Knows counts of tokens and blocks, neither tensors nor text.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from services.engine.block_manager import BlockManager, blocks_for
@@ -106,6 +106,14 @@ class Scheduler:
             insort(self._holding, sequence, key=_rank)
             admitted.append(sequence)
         return admitted
+
+    def followers(self, authors: Collection[EngineSequence]) -> list[EngineSequence]:
+        """Those who wait for a prefix that one of the authors is computing."""
+        return [
+            sequence
+            for sequence in self._waiting
+            if self._prefixes.awaited(self._find_prefix(sequence), sequence) in authors
+        ]
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step: one token for each decoding sequence, then chunks of prompts, in order."""

@@ -16,7 +16,7 @@ import torch
 
 from services.engine.completion import Completion
 from services.engine.detokenizer import TextStream
-from services.engine.errors import EngineError, InvalidKvPage, SequenceReleased
+from services.engine.errors import EngineError, EngineStopped, InvalidKvPage, SequenceReleased
 from services.engine.kv_cache import KvCache
 from services.engine.kv_coverage import KvCoverage
 from services.engine.prefix_digests import PrefixDigests, SequencePrefix
@@ -180,6 +180,8 @@ class EngineSequence:
         with self._host.lock():
             if self.state is SequenceState.RELEASED:
                 raise SequenceReleased(self.request.request_id)
+            if not self.block_table:
+                raise EngineStopped("the sequence's step has failed")
             return self._host.cache.export_range(self.block_table, *where)
 
     def import_kv(

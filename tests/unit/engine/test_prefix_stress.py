@@ -2,14 +2,25 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from services.engine.config import EngineConfig
+from services.engine.errors import EngineStopped
 from services.engine.loop import HfEngine
-from services.engine.request import EngineRequest, SamplingParams, SequenceFinished, SubmitMode
+from services.engine.request import (
+    ChunkComputed,
+    EngineRequest,
+    SampledToken,
+    SamplingParams,
+    SequenceFinished,
+    SubmitMode,
+)
+from services.engine.scheduler import ScheduledChunk
 from services.engine.sequence import EngineSequence
+from services.engine.step_times import StepClock
 from tests.unit.engine.tiny_models import complete, make_request, running_engine, save_model
 from tests.waiting import eventually
 
@@ -123,4 +134,41 @@ async def test_a_preempted_continuation_counts_each_recomputed_token_once(llama:
     fresh = 4 * (len(prompt) + num_tokens - 1 - len(continued))
     assert engine.scheduler.num_tokens_recomputed > 0, "the pool was large enough for all"
     assert engine.load().tokens_recomputed == engine.num_computed - fresh
+    await engine.close()
+
+
+class _Picky(HfEngine):
+    """Cannot compute past position 8 of a prompt that begins with 99."""
+
+    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[SampledToken]:
+        if any(chunk.sequence.token_ids[0] == 99 and chunk.end > 8 for chunk in chunks):
+            raise RuntimeError("scripted")
+        return super()._compute(chunks, clock)
+
+
+async def test_choices_that_cannot_be_computed_do_not_end_the_engine(llama: Path) -> None:
+    engine = _Picky(EngineConfig(model=llama, model_name="tiny"))
+    await engine.start()
+    choices = [engine.submit(make_request([99] * 20, 4), SubmitMode.LOCAL) for _ in range(5)]
+    for choice in choices:
+        with pytest.raises(EngineStopped, match="step failed"):
+            await anext(choice.events())
+        choice.release()
+    assert len((await complete(engine, make_request([5] * 20, 4)))[0]) == 4
+    assert engine.load().blocks_used == 0
+    await engine.close()
+
+
+async def test_what_a_failed_step_has_lost_cannot_be_exported(llama: Path) -> None:
+    engine = _Picky(EngineConfig(model=llama, model_name="tiny", prefill_chunk=8))
+    await engine.start()
+    sequence = engine.submit(make_request([99] * 20, 4), SubmitMode.PREFILL_ONLY)
+    events = sequence.events()
+    assert await anext(events) == ChunkComputed(0, 8)
+    await eventually(lambda: engine.load().blocks_used == 0)
+    with pytest.raises(EngineStopped):
+        sequence.export_kv(0, 1, 0, 8)
+    with pytest.raises(EngineStopped):
+        await anext(events)
+    sequence.release()
     await engine.close()
