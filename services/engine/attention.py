@@ -13,6 +13,7 @@ step; for models that use them a row may differ in the last bits with its compan
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,95 +99,89 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Returns (1, T, H, D)."""
-    options = (module.layer_idx, scaling, sliding_window, softcap)
-    return leaf(attend, query, key, value, s_aux, *options), None
+    layer = _layer(module.layer_idx, scaling, sliding_window, softcap)
+    return leaf(layer.attend, query, key, value, s_aux), None
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    layer_index: int,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """What `paged_attention` does, of the step in `CURRENT_STEP`."""
-    step = CURRENT_STEP.get()
-    step.num_calls += 1
-    num_tokens = step.new_slots.shape[0]
-    if padding := query.shape[2] - num_tokens:
-        query, key, value = query[:, :, :num_tokens], key[:, :, :num_tokens], value[:, :, :num_tokens]
-        attended = _attend_step(step, query, key, value, s_aux, layer_index, scaling, window, softcap)
-        return F.pad(attended, (0, 0, 0, 0, 0, padding))
-    return _attend_step(step, query, key, value, s_aux, layer_index, scaling, window, softcap)
+@dataclass(frozen=True, slots=True)
+class _LayerAttention:
+    """Attention of one layer, over the step in `CURRENT_STEP`."""
+
+    index: int
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What `paged_attention` does; rows of padding get zeros."""
+        step = CURRENT_STEP.get()
+        step.num_calls += 1
+        num_tokens = step.new_slots.shape[0]
+        if padding := query.shape[2] - num_tokens:
+            query, key, value = query[:, :, :num_tokens], key[:, :, :num_tokens], value[:, :, :num_tokens]
+            return F.pad(self._attend_step(step, query, key, value, sinks), (0, 0, 0, 0, 0, padding))
+        return self._attend_step(step, query, key, value, sinks)
+
+    def _attend_step(
+        self,
+        step: AttentionStep,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        kv = step.cache.layers[self.index]
+        kv.keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
+        kv.values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
+        if step.varlen is not None and self.softcap is None and sinks is None:
+            shape = (-1, step.cache.block_size, key.shape[1], key.shape[3])
+            keys, values = kv.key_blocks.view(shape), kv.value_blocks.view(shape)
+            queries = query[0].transpose(0, 1)
+            return step.varlen.attend(queries, keys, values, self.scaling, self.window).unsqueeze(0)
+        if len(step.groups) == 1 and step.groups[0].is_whole_step:
+            return self._attend_group(query[0], step.groups[0], kv, sinks).unsqueeze(0)
+        output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+        for group in step.groups:
+            output[0, group.rows] = self._attend_group(query[0][:, group.rows], group, kv, sinks)
+        return output
+
+    def _attend_group(
+        self, queries: torch.Tensor, group: AttentionGroup, kv: KvLayer, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(H, B * n, D) -> (B * n, H, D)."""
+        num_heads, num_tokens, head_size = queries.shape
+        batch, count = group.positions.shape
+        k = _gather(kv.key_blocks, group, head_size)
+        v = _gather(kv.value_blocks, group, head_size)
+        num_kv_heads = k.shape[1]
+        heads_per_kv = num_heads // num_kv_heads
+        # -> (B, KV heads, heads_per_kv * n, D); a single query needs no copy
+        if count == 1:
+            q = queries.view(num_kv_heads, heads_per_kv, batch, head_size).permute(2, 0, 1, 3)
+        else:
+            q = queries.reshape(num_kv_heads, heads_per_kv, batch, count, head_size)
+            q = q.permute(2, 0, 1, 3, 4).reshape(batch, num_kv_heads, heads_per_kv * count, head_size)
+        num_rows = heads_per_kv * count
+        if padding := -num_rows % _QUERY_MULTIPLE:
+            q = F.pad(q, (0, 0, 0, padding))
+        mask = group.mask(self.window, heads_per_kv, q.shape[2], q.dtype)
+        if self.softcap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling)
+        else:
+            columns = None if sinks is None else _sink_rows(sinks, num_kv_heads, count, q.shape[2])
+            scale = self.scaling if self.scaling is not None else head_size**-0.5
+            attended = _attend_stepwise(q * scale, k, v, mask, self.softcap, columns)
+        attended = attended[:, :, :num_rows]
+        if count > 1:
+            attended = attended.reshape(batch, num_kv_heads, heads_per_kv, count, head_size)
+            attended = attended.permute(0, 3, 1, 2, 4)
+        return attended.reshape(num_tokens, num_heads, head_size)
 
 
-def _attend_step(
-    step: AttentionStep,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    s_aux: torch.Tensor | None,
-    layer_index: int,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    layer = step.cache.layers[layer_index]
-    layer.keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
-    layer.values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
-    if step.varlen is not None and softcap is None and s_aux is None:
-        shape = (-1, step.cache.block_size, key.shape[1], key.shape[3])
-        keys, values = layer.key_blocks.view(shape), layer.value_blocks.view(shape)
-        return step.varlen.attend(query[0].transpose(0, 1), keys, values, scaling, window).unsqueeze(0)
-    if len(step.groups) == 1 and step.groups[0].is_whole_step:
-        return _attend_group(query[0], step.groups[0], layer, s_aux, scaling, window, softcap).unsqueeze(0)
-    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-    for group in step.groups:
-        queries = query[0][:, group.rows]
-        output[0, group.rows] = _attend_group(queries, group, layer, s_aux, scaling, window, softcap)
-    return output
-
-
-def _attend_group(
-    queries: torch.Tensor,  # (H, B * n, D)
-    group: AttentionGroup,
-    layer: KvLayer,
-    s_aux: torch.Tensor | None,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Returns (B * n, H, D)."""
-    num_heads, num_tokens, head_size = queries.shape
-    batch, count = group.positions.shape
-    k = _gather(layer.key_blocks, group, head_size)
-    v = _gather(layer.value_blocks, group, head_size)
-    num_kv_heads = k.shape[1]
-    heads_per_kv = num_heads // num_kv_heads
-    # -> (B, KV heads, heads_per_kv * n, D); a single query needs no copy
-    if count == 1:
-        q = queries.view(num_kv_heads, heads_per_kv, batch, head_size).permute(2, 0, 1, 3)
-    else:
-        q = queries.reshape(num_kv_heads, heads_per_kv, batch, count, head_size)
-        q = q.permute(2, 0, 1, 3, 4).reshape(batch, num_kv_heads, heads_per_kv * count, head_size)
-    num_rows = heads_per_kv * count
-    if padding := -num_rows % _QUERY_MULTIPLE:
-        q = F.pad(q, (0, 0, 0, padding))
-    mask = group.mask(window, heads_per_kv, q.shape[2], q.dtype)
-    if softcap is None and s_aux is None:
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    else:
-        sinks = None if s_aux is None else _sink_rows(s_aux, num_kv_heads, count, q.shape[2])
-        scale = scaling if scaling is not None else head_size**-0.5
-        attended = _attend_stepwise(q * scale, k, v, mask, softcap, sinks)
-    attended = attended[:, :, :num_rows]
-    if count > 1:
-        attended = attended.reshape(batch, num_kv_heads, heads_per_kv, count, head_size)
-        attended = attended.permute(0, 3, 1, 2, 4)
-    return attended.reshape(num_tokens, num_heads, head_size)
+# Kept, so that two recordings of a layer call the same function.
+_layer = cache(_LayerAttention)
 
 
 def _attend_stepwise(
