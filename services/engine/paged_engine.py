@@ -77,7 +77,7 @@ class PagedEngine(ABC):
             eos_token_ids=eos_token_ids,
         )
         self.num_prompt_tokens_computed = 0
-        self.num_continued_tokens_computed = 0
+        self.num_tokens_recomputed = 0
         self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrivals = itertools.count()
@@ -134,7 +134,7 @@ class PagedEngine(ABC):
                 blocks_cached=self.scheduler.blocks.num_cached,
                 blocks_total=self.scheduler.blocks.num_blocks,
                 prompt_tokens_computed=self.num_prompt_tokens_computed,
-                tokens_recomputed=self.scheduler.num_tokens_recomputed + self.num_continued_tokens_computed,
+                tokens_recomputed=self.num_tokens_recomputed,
             )
 
     async def failed(self) -> None:
@@ -189,15 +189,15 @@ class PagedEngine(ABC):
             sequence.announce_reserved()
 
     def _count_computed(self, sequence: EngineSequence, start: int, end: int) -> None:
-        """Counts prompt tokens run here, and tokens of a continuation, which another run had computed.
+        """Counts prompt tokens run here, and tokens computed again.
 
-        Those of a continuation that a preemption has lost here the scheduler counts.
+        These are what a preemption has lost and, of a continuation, what another run had computed.
         """
-        request = sequence.request
+        request, once = sequence.request, sequence.num_once_computed_tokens
         num_prompt, num_context = len(request.prompt_token_ids), request.num_context_tokens
         self.num_prompt_tokens_computed += max(0, min(end, num_prompt) - start)
-        first_continued = max(start, num_prompt, sequence.num_once_computed_tokens)
-        self.num_continued_tokens_computed += max(0, min(end, num_context) - first_continued)
+        self.num_tokens_recomputed += max(0, min(end, once) - start)
+        self.num_tokens_recomputed += max(0, min(end, num_context) - max(start, num_prompt, once))
 
     def _open(self) -> None:
         self._loop = asyncio.get_running_loop()

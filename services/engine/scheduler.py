@@ -64,7 +64,6 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._waiting: list[EngineSequence] = []  # best first
         self._holding: list[EngineSequence] = []  # every sequence with blocks, best first
-        self.num_tokens_recomputed = 0
 
     @property
     def num_running(self) -> int:
@@ -189,8 +188,6 @@ class Scheduler:
         sequence.block_table = [*match.blocks, *fresh]
         if sequence.computes_locally:
             self._prefixes.start(sequence, match)
-        self.num_tokens_recomputed += max(0, sequence.num_lost_tokens - match.num_tokens)
-        sequence.num_lost_tokens = 0
 
     def _can_admit(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
         if len(self._holding) >= self._max_num_seqs:

@@ -8,16 +8,13 @@ Knows nothing of how tokens are computed.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
 
 from services.engine.completion import Completion
 from services.engine.detokenizer import TextStream
 from services.engine.errors import EngineError, EngineStopped, InvalidKvPage, SequenceReleased
-from services.engine.kv_cache import KvCache
 from services.engine.kv_coverage import KvCoverage
 from services.engine.prefix_digests import PrefixDigests, SequencePrefix
 from services.engine.request import (
@@ -30,6 +27,7 @@ from services.engine.request import (
     SequenceTimings,
     SubmitMode,
 )
+from services.engine.sequence_host import SequenceHost
 
 
 class SequenceState(Enum):
@@ -40,23 +38,6 @@ class SequenceState(Enum):
     RUNNING = auto()
     ENDED = auto()
     RELEASED = auto()
-
-
-class SequenceHost(Protocol):
-    """The engine as its sequences see it. Called with the lock held, except `lock` itself."""
-
-    cache: KvCache
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-
-    def lock(self) -> AbstractContextManager[object]: ...
-    def adopt_prefix(self, sequence: "EngineSequence") -> None: ...
-    def check_imported(self, sequence: "EngineSequence") -> None: ...
-    def on_computed(self, sequence: "EngineSequence") -> None: ...
-    def on_runnable(self, sequence: "EngineSequence") -> None: ...
-    def on_ended(self, sequence: "EngineSequence") -> None: ...
-    def on_released(self, sequence: "EngineSequence") -> None: ...
 
 
 class EngineSequence:
@@ -86,8 +67,7 @@ class EngineSequence:
         self.block_table: list[int] = []
         self.prefix = SequencePrefix(PrefixDigests(request.cache_salt, host.cache.block_size))
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
-        self.num_lost_tokens = 0  # computed before a preemption
-        self.num_once_computed_tokens = 0  # the most that any preemption has lost
+        self.num_once_computed_tokens = 0  # before a preemption; computed again if not found in the cache
         self.was_preempted = False
         self.computes_locally = mode is not SubmitMode.HANDOFF
         self.submitted_at = time.monotonic()
@@ -269,8 +249,7 @@ class EngineSequence:
     def preempt(self) -> None:
         """The blocks are gone: what the prefix cache cannot give back is computed again."""
         self.state = SequenceState.WAITING
-        self.num_lost_tokens = self.num_computed_tokens
-        self.num_once_computed_tokens = max(self.num_once_computed_tokens, self.num_lost_tokens)
+        self.num_once_computed_tokens = max(self.num_once_computed_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
         self.computes_locally = True
         self.was_preempted = True
