@@ -5,6 +5,7 @@ of how tokens are computed.
 """
 
 import time
+from array import array
 from collections.abc import Sequence
 
 from services.engine.detokenizer import TextStream
@@ -19,7 +20,7 @@ class Completion:
         natural_length: generated tokens after which a simulated model ends by itself.
 
     Attributes:
-        token_ids: prompt, continued and generated tokens.
+        token_ids: prompt, continued and generated tokens; an array, which the sampler reads without a copy.
         end: why it has ended; None while it goes on.
         text_hold_s: first token in hand to first text (or the end); None until then.
         detokenize_s: spent on text so far.
@@ -34,7 +35,7 @@ class Completion:
         max_model_len: int,
         natural_length: int | None,
     ) -> None:
-        self.token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
+        self.token_ids = array("q", (*request.prompt_token_ids, *request.generated_token_ids))
         self.end: FinishReason | None = None
         self.text_hold_s: float | None = None
         self.detokenize_s = 0.0

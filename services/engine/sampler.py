@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from services.engine.request import SampledToken, SamplingParams
-from services.engine.sampling_filters import Floats, Workspace, draw_token, largest, weigh
+from services.engine.sampling_filters import Floats, TokenIds, Workspace, draw_token, largest, weigh
 from services.engine.sampling_penalties import adjust
 
 
@@ -73,6 +73,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
 def _sample_row(values: Floats, row: SampleRow, work: Workspace) -> SampledToken | None:
     """The row's token; None if there is none to choose."""
     logits = work.load(values)
+    num_top = row.sampling.logprobs
+    # First, since what follows changes the logits in place.
+    model = None if num_top is None else _ModelLogprobs.read(work, num_top)
     adjust(
         logits,
         row.sampling,
@@ -81,27 +84,37 @@ def _sample_row(values: Floats, row: SampleRow, work: Workspace) -> SampledToken
         end_token_ids=row.end_token_ids,
     )
     token_id = int(logits.argmax())  # the first NaN if there is any, the first of the best if not
-    if not math.isfinite(logits.item(token_id)):
+    if not math.isfinite(logits.item(token_id)) or (model is not None and not math.isfinite(model.log_total)):
         return None
     if row.sampling.temperature > 0:
         uniforms = partial(uniform, row.sampling.seed, row.choice_index, row.position)
         token_id = draw_token(work, row.sampling, uniforms)
-    if row.sampling.logprobs is None:
-        return SampledToken(token_id)
-    return _with_logprobs(token_id, values, row.sampling.logprobs, work)
+    return SampledToken(token_id) if model is None else model.of(token_id, values)
 
 
-def _with_logprobs(token_id: int, values: Floats, num_top: int, work: Workspace) -> SampledToken | None:
+@dataclass(frozen=True, slots=True)
+class _ModelLogprobs:
     """Log-probabilities of the model itself: before bias, penalties and temperature, as OpenAI's."""
-    work.load(values)
-    best = float(work.logits.max())
-    if not math.isfinite(best):
-        return None
-    weigh(work.logits, 1.0, out=work.weights)
-    log_total = best + math.log(np.add.reduce(work.weights, axis=0).sum(dtype=np.float64))
-    top_ids = largest(work.logits, num_top) if num_top else np.empty(0, np.int64)
-    top_ids = top_ids[np.argsort(-values[top_ids], kind="stable")][:num_top]
-    top = zip(top_ids.tolist(), values[top_ids].tolist(), strict=True)
-    return SampledToken(
-        token_id, values.item(token_id) - log_total, tuple((i, value - log_total) for i, value in top)
-    )
+
+    log_total: float  # of the softmax's denominator; no number if the logits are none
+    top_ids: TokenIds  # best first
+
+    @classmethod
+    def read(cls, work: Workspace, num_top: int) -> "_ModelLogprobs":
+        best = float(work.logits.max())
+        weigh(work.logits, 1.0, out=work.weights)
+        log_total = best + math.log(np.add.reduce(work.weights, axis=0).sum(dtype=np.float64))
+        if not num_top:
+            return cls(log_total, np.empty(0, np.int64))
+        top_ids = largest(work.logits, num_top)
+        values = work.logits.reshape(-1)[top_ids]
+        return cls(log_total, top_ids[np.argsort(-values, kind="stable")][:num_top])
+
+    def of(self, token_id: int, values: Floats) -> SampledToken:
+        """The token beside the best ones. Takes the row of logits as the model gave it."""
+        top = zip(self.top_ids.tolist(), values[self.top_ids].tolist(), strict=True)
+        return SampledToken(
+            token_id,
+            values.item(token_id) - self.log_total,
+            tuple((each, value - self.log_total) for each, value in top),
+        )

@@ -76,8 +76,11 @@ def largest(logits: Floats, k: int) -> TokenIds:
         return np.flatnonzero(flat >= _LOWEST_LOGIT)
     if k > logits.shape[1]:
         return np.flatnonzero(flat >= max(_kth_largest(flat, k), _LOWEST_LOGIT))
-    bound = _kth_largest(np.maximum.reduce(logits, axis=0), k)
-    token_ids = np.flatnonzero(flat >= max(bound, _LOWEST_LOGIT))
+    maxima = np.maximum.reduce(logits, axis=0)
+    bound = max(_kth_largest(maxima, k), _LOWEST_LOGIT)
+    columns = np.flatnonzero(maxima >= bound)
+    rows, places = np.nonzero(logits[:, columns] >= bound)
+    token_ids: TokenIds = rows * logits.shape[1] + columns[places]
     if len(token_ids) <= k:
         return token_ids
     values = flat[token_ids]
@@ -92,7 +95,8 @@ def _kth_largest(values: Floats, k: int) -> float:
 def weigh(logits: Floats, temperature: float, *, out: Floats) -> None:
     """Softmax without its denominator, of any shape: the best one weighs 1."""
     np.subtract(logits, logits.max(), out=out)
-    np.divide(out, max(temperature, _SMALLEST_TEMPERATURE), out=out)
+    if temperature != 1:
+        np.divide(out, max(temperature, _SMALLEST_TEMPERATURE), out=out)
     np.exp(out, out=out)
 
 

@@ -29,10 +29,11 @@ def adjust(
         seen = np.asarray(token_ids, dtype=np.int64)
         if sampling.repetition_penalty != 1:
             _penalize_repetition(logits, seen, sampling.repetition_penalty)
-        if num_generated:
-            generated, counts = np.unique(seen[num_prompt_tokens:], return_counts=True)
-            penalty = sampling.presence_penalty + sampling.frequency_penalty * counts
-            logits[generated] -= penalty.astype(np.float32)
+        generated = seen[num_prompt_tokens:]
+        if sampling.presence_penalty:
+            logits[generated] -= np.float32(sampling.presence_penalty)  # once, however often a token came
+        if sampling.frequency_penalty:
+            np.subtract.at(logits, generated, np.float32(sampling.frequency_penalty))  # each time
     if sampling.logit_bias:
         biases = np.asarray(sampling.logit_bias)  # (N, 2)
         np.add.at(logits, biases[:, 0].astype(np.int64), biases[:, 1].astype(np.float32))

@@ -7,6 +7,7 @@ Knows nothing of how tokens are computed.
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from enum import Enum, auto
 
@@ -89,7 +90,7 @@ class EngineSequence:
     # Derived
 
     @property
-    def token_ids(self) -> list[int]:
+    def token_ids(self) -> "array[int]":
         return self._completion.token_ids
 
     @property
