@@ -24,7 +24,7 @@ from services.engine.request import (
     SequenceEvent,
     SubmitMode,
 )
-from services.engine.sampler import SampleRow, sample
+from services.engine.sampler import Sampler, SampleRow
 from services.engine.scheduler import ScheduledChunk
 from services.engine.sequence import EngineSequence, SequenceState
 from services.engine.step_times import StepClock, StepTimes
@@ -55,6 +55,7 @@ class HfEngine(PagedEngine):
             eos_token_ids=self._runner.eos_token_ids,
             device=self._runner.device,
         )
+        self._sampler = Sampler(self._runner.vocab_size)
         self._runner.bind(self.cache)
         self._runner.prepare_decode(config.max_num_seqs, self.max_model_len)
         self._work = threading.Condition(self._lock)
@@ -141,7 +142,7 @@ class HfEngine(PagedEngine):
         clock.forwarded = time.perf_counter()
         rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples]
         with torch.inference_mode():
-            tokens = sample(logits, rows) if rows else []
+            tokens = self._sampler.sample(logits, rows) if rows else []
         clock.sampled = time.perf_counter()
         return tokens
 

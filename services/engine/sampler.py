@@ -58,38 +58,44 @@ def uniform(seed: int, choice_index: int, position: int, attempt: int = 0) -> fl
     return (xxhash.xxh3_64_intdigest(counter, seed=attempt) >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    """One token for each row of logits (B, V), fp32. Raises InvalidLogits rather than return garbage."""
-    table: Floats = logits.detach().cpu().numpy()
-    work = Workspace.empty(table.shape[1])
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        tokens = [_sample_row(values, row, work) for values, row in zip(table, rows, strict=True)]
-    sampled = [token for token in tokens if token is not None]
-    if len(sampled) < len(tokens):
-        raise InvalidLogits(tuple(i for i, token in enumerate(tokens) if token is None))
-    return sampled
+class Sampler:
+    """Samples row after row in room of its own, so one thread at a time may use it."""
 
+    def __init__(self, vocab_size: int) -> None:
+        self._work = Workspace.empty(vocab_size)
 
-def _sample_row(values: Floats, row: SampleRow, work: Workspace) -> SampledToken | None:
-    """The row's token; None if there is none to choose."""
-    logits = work.load(values)
-    num_top = row.sampling.logprobs
-    # First, since what follows changes the logits in place.
-    model = None if num_top is None else _ModelLogprobs.read(work, num_top)
-    adjust(
-        logits,
-        row.sampling,
-        token_ids=row.token_ids,
-        num_prompt_tokens=row.num_prompt_tokens,
-        end_token_ids=row.end_token_ids,
-    )
-    token_id = int(logits.argmax())  # the first NaN if there is any, the first of the best if not
-    if not math.isfinite(logits.item(token_id)) or (model is not None and not math.isfinite(model.log_total)):
-        return None
-    if row.sampling.temperature > 0:
-        uniforms = partial(uniform, row.sampling.seed, row.choice_index, row.position)
-        token_id = draw_token(work, row.sampling, uniforms)
-    return SampledToken(token_id) if model is None else model.of(token_id, values)
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """One token for each row of logits (B, V), fp32. Raises InvalidLogits rather than return garbage."""
+        table: Floats = logits.detach().cpu().numpy()
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            tokens = [self._sample_row(values, row) for values, row in zip(table, rows, strict=True)]
+        sampled = [token for token in tokens if token is not None]
+        if len(sampled) < len(tokens):
+            raise InvalidLogits(tuple(i for i, token in enumerate(tokens) if token is None))
+        return sampled
+
+    def _sample_row(self, values: Floats, row: SampleRow) -> SampledToken | None:
+        """The row's token; None if there is none to choose."""
+        work = self._work
+        work.load(values)
+        num_top = row.sampling.logprobs
+        # First, since what follows changes the logits in place.
+        model = None if num_top is None else _ModelLogprobs.read(work, num_top)
+        adjust(
+            work.row,
+            row.sampling,
+            token_ids=row.token_ids,
+            num_prompt_tokens=row.num_prompt_tokens,
+            end_token_ids=row.end_token_ids,
+        )
+        if not math.isfinite(work.look()) or (model is not None and not math.isfinite(model.log_total)):
+            return None
+        if row.sampling.temperature > 0:
+            uniforms = partial(uniform, row.sampling.seed, row.choice_index, row.position)
+            token_id = draw_token(work, row.sampling, uniforms)
+        else:
+            token_id = int(work.row.argmax())  # the first of the best
+        return SampledToken(token_id) if model is None else model.of(token_id, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +107,14 @@ class _ModelLogprobs:
 
     @classmethod
     def read(cls, work: Workspace, num_top: int) -> "_ModelLogprobs":
-        best = float(work.logits.max())
-        weigh(work.logits, 1.0, out=work.weights)
+        best = work.look()
+        weigh(work.logits, best, 1.0, out=work.weights)
         log_total = best + math.log(np.add.reduce(work.weights, axis=0).sum(dtype=np.float64))
         if not num_top:
             return cls(log_total, np.empty(0, np.int64))
-        top_ids = largest(work.logits, num_top)
-        values = work.logits.reshape(-1)[top_ids]
-        return cls(log_total, top_ids[np.argsort(-values, kind="stable")][:num_top])
+        top_ids = largest(work, num_top)
+        order = np.argsort(-work.row[top_ids], kind="stable")
+        return cls(log_total, top_ids[order[:num_top]])
 
     def of(self, token_id: int, values: Floats) -> SampledToken:
         """The token beside the best ones. Takes the row of logits as the model gave it."""

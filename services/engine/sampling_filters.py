@@ -28,7 +28,8 @@ Floats = npt.NDArray[np.floating]
 TokenIds = npt.NDArray[np.int64]
 
 _NUM_GROUPS = 1024  # a table's columns: sums and maxima down the columns are the cheap ones
-_SMALLEST_TEMPERATURE = 1e-37  # the best logit is 0 when it is divided; 0 / 0 would be no number
+_SMALLEST_TEMPERATURE = 1e-37  # its inverse is still a number in fp32
+_LOG2_E = math.log2(math.e)
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
 
 
@@ -38,11 +39,15 @@ class Workspace:
 
     Attributes:
         logits: (R, G), padded with -inf beyond the vocabulary.
+        row: (V,), the same without the padding.
+        maxima: (G,), of the columns of `logits` when `look` was last called.
         weights, better: (R, G), whatever was computed last.
         mask: (R, G).
     """
 
     logits: Floats
+    row: Floats
+    maxima: Floats
     weights: Floats
     better: Floats
     mask: npt.NDArray[np.bool_]
@@ -52,38 +57,42 @@ class Workspace:
         num_groups = min(vocab_size, _NUM_GROUPS)
         logits = np.empty((-(-vocab_size // num_groups), num_groups), np.float32)
         logits.reshape(-1)[vocab_size:] = -np.inf
-        return cls.around(logits)
+        return cls.around(logits, vocab_size)
 
     @classmethod
-    def around(cls, logits: Floats) -> "Workspace":
-        mask = np.empty(logits.shape, np.bool_)
-        return cls(logits, np.empty_like(logits), np.empty_like(logits), mask)
+    def around(cls, logits: Floats, vocab_size: int) -> "Workspace":
+        return cls(
+            logits=logits,
+            row=logits.reshape(-1)[:vocab_size],
+            maxima=np.empty_like(logits[0]),
+            weights=np.empty_like(logits),
+            better=np.empty_like(logits),
+            mask=np.empty(logits.shape, np.bool_),
+        )
 
-    def load(self, logits: Floats) -> Floats:
-        """Takes in a row of logits (V,); the copy (V,) may be changed in place."""
-        row = self.logits.reshape(-1)[: len(logits)]
-        row[:] = logits
-        return row
+    def load(self, logits: Floats) -> None:
+        """Takes in a row of logits (V,), as a copy that may be changed in place."""
+        self.row[:] = logits
+
+    def look(self) -> float:
+        """The largest logit, NaN if there is one. To be called again once the logits have changed."""
+        np.maximum.reduce(self.logits, axis=0, out=self.maxima)
+        return float(np.maximum.reduce(self.maxima))
 
 
-def largest(logits: Floats, k: int) -> TokenIds:
-    """Tokens of the k largest logits of a table (R, G), ties with the last included, -inf not; ascending.
+def largest(work: Workspace, k: int) -> TokenIds:
+    """Tokens of the k largest logits, ties with the last included, -inf not; ascending. After `look`.
 
     The k-th largest of the columns' maxima is no larger than the k-th largest logit, and few lie above.
     """
-    flat = logits.reshape(-1)
-    if k >= len(flat):
-        return np.flatnonzero(flat >= _LOWEST_LOGIT)
-    if k > logits.shape[1]:
-        return np.flatnonzero(flat >= max(_kth_largest(flat, k), _LOWEST_LOGIT))
-    maxima = np.maximum.reduce(logits, axis=0)
-    bound = max(_kth_largest(maxima, k), _LOWEST_LOGIT)
-    columns = np.flatnonzero(maxima >= bound)
-    rows, places = np.nonzero(logits[:, columns] >= bound)
-    token_ids: TokenIds = rows * logits.shape[1] + columns[places]
+    logits = work.row
+    if k >= len(logits):
+        return np.flatnonzero(logits >= _LOWEST_LOGIT)
+    bound = _kth_largest(work.maxima if k <= len(work.maxima) else logits, k)
+    token_ids = np.flatnonzero(np.greater_equal(work.logits, max(bound, _LOWEST_LOGIT), out=work.mask))
     if len(token_ids) <= k:
         return token_ids
-    values = flat[token_ids]
+    values = logits[token_ids]
     return token_ids[values >= _kth_largest(values, k)]
 
 
@@ -92,16 +101,15 @@ def _kth_largest(values: Floats, k: int) -> float:
     return float(np.partition(values, place)[place])
 
 
-def weigh(logits: Floats, temperature: float, *, out: Floats) -> None:
-    """Softmax without its denominator, of any shape: the best one weighs 1."""
-    np.subtract(logits, logits.max(), out=out)
-    if temperature != 1:
-        np.divide(out, max(temperature, _SMALLEST_TEMPERATURE), out=out)
-    np.exp(out, out=out)
+def weigh(logits: Floats, best: float, temperature: float, *, out: Floats) -> None:
+    """Softmax without its denominator, of any shape: the largest logit, `best`, weighs 1."""
+    np.subtract(logits, best, out=out)
+    np.multiply(out, _LOG2_E / max(temperature, _SMALLEST_TEMPERATURE), out=out)
+    np.exp2(out, out=out)  # numpy's takes two thirds of its exp's time
 
 
 def draw_token(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
-    """A token of the row in `work.logits`, whose largest logit is finite; never one of weight zero.
+    """A token of the row in `work`, after `look`, whose largest logit is finite; never one of weight zero.
 
     Few candidates are weighed in fp64. The whole vocabulary is in fp32 with fp64 sums: a relative error
     of 1e-6 in a token's probability, a thousandth of what could be seen in a million draws.
@@ -110,16 +118,16 @@ def draw_token(work: Workspace, sampling: SamplingParams, uniforms: Callable[[in
         sampling: its temperature is above 0.
         uniforms: from 0, 1, ... to independent numbers in [0, 1); a further one for each rejected draw.
     """
-    if not 0 < sampling.top_k < work.logits.size:
+    if not 0 < sampling.top_k < len(work.row):
         return _draw(work, sampling, uniforms)
-    token_ids = largest(work.logits, sampling.top_k)
-    few = work.logits.reshape(-1)[token_ids].astype(np.float64)
-    return int(token_ids[_draw(Workspace.around(few.reshape(1, -1)), sampling, uniforms)])
+    token_ids = largest(work, sampling.top_k)
+    few = work.row[token_ids].astype(np.float64).reshape(1, -1)
+    return int(token_ids[_draw(Workspace.around(few, len(token_ids)), sampling, uniforms)])
 
 
 def _draw(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
     logits, weights, better, mask = work.logits, work.weights, work.better, work.mask
-    weigh(logits, sampling.temperature, out=weights)
+    weigh(logits, np.maximum.reduce(logits, axis=None), sampling.temperature, out=weights)
     groups = np.add.reduce(weights, axis=0)
     nucleus = sampling.top_p * groups.sum(dtype=np.float64)
     if sampling.min_p > 0:  # a ratio to the best one, which no filter before it has changed

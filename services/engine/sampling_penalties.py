@@ -34,11 +34,11 @@ def adjust(
             logits[generated] -= np.float32(sampling.presence_penalty)  # once, however often a token came
         if sampling.frequency_penalty:
             np.subtract.at(logits, generated, np.float32(sampling.frequency_penalty))  # each time
-    if sampling.logit_bias:
-        biases = np.asarray(sampling.logit_bias)  # (N, 2)
-        np.add.at(logits, biases[:, 0].astype(np.int64), biases[:, 1].astype(np.float32))
+    for token_id, bias in sampling.logit_bias:  # some dozens at most: as arrays they would take longer
+        logits[token_id] += bias
     if num_generated < sampling.min_tokens:
-        logits[np.asarray(end_token_ids, dtype=np.int64)] = -np.inf
+        for token_id in end_token_ids:
+            logits[token_id] = -np.inf
 
 
 def _has_penalties(sampling: SamplingParams) -> bool:

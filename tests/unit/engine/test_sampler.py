@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from services.engine.request import SamplingParams
-from services.engine.sampler import InvalidLogits, SampleRow, sample, uniform
+from services.engine.sampler import InvalidLogits, SampleRow, uniform
 from services.engine.sampling_penalties import adjust
 from tests.unit.engine import naive_sampling as naive
+from tests.unit.engine.sampling import sample
 
 VOCABULARY = 50
 LOGITS = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(5)) * 2

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.request import SamplingParams
-from services.engine.sampler import SampleRow, sample, uniform
+from services.engine.sampler import SampleRow, uniform
 from services.engine.sampling_filters import Floats, Workspace, draw_token, largest, weigh
 from tests.unit.engine import naive_sampling as naive
+from tests.unit.engine.sampling import sample
 
 SHAPES = ("normal", "flat", "nearly flat", "peaked", "few values", "barred", "one left")
 VOCAB_SIZES = (1, 2, 50, 63, 1000, 1024, 1025, 5000)
@@ -41,6 +42,7 @@ def logits_of(shape: str, vocab_size: int, seed: int) -> Floats:
 def loaded(logits: Floats) -> Workspace:
     work = Workspace.empty(len(logits))
     work.load(logits)
+    work.look()
     return work
 
 
@@ -83,7 +85,7 @@ def test_keeps_what_a_sort_keeps(
     exact = logits.astype(np.float64)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     pool, above = naive.without_top_p(exact, sampling), naive.mass_above(exact, sampling)
-    is_table = not 0 < top_k < loaded(logits).logits.size  # whose draws go column by column
+    is_table = not 0 < top_k < vocab_size  # whose draws go column by column
     order = np.array(sorted(range(vocab_size), key=lambda token: (token % 1024 if is_table else 0, token)))
     middles = np.empty(vocab_size)
     middles[order] = np.cumsum(pool[order]) - pool[order] / 2
@@ -107,7 +109,7 @@ def test_largest_equals_a_sort(shape: str, vocab_size: int, seed: int, k: int) -
     logits = logits_of(shape, vocab_size, seed)
     threshold = np.sort(logits)[-min(k, vocab_size)]
     expected = [i for i in range(vocab_size) if logits[i] >= threshold and logits[i] > -np.inf]
-    assert largest(loaded(logits).logits, k).tolist() == expected
+    assert largest(loaded(logits), k).tolist() == expected
 
 
 def chi_square_bound(degrees: int) -> float:
@@ -194,7 +196,7 @@ def test_draws_at_the_edges_of_columns_stay_in_the_vocabulary() -> None:
     """A column's sum in fp32 may exceed the sum of its weights in fp64, and a draw may fall in between."""
     logits = logits_of("normal", 5000, seed=3)
     work = loaded(logits)
-    weigh(work.logits, 1.0, out=work.weights)
+    weigh(work.logits, work.look(), 1.0, out=work.weights)
     ends = np.add.reduce(work.weights, axis=0).cumsum(dtype=np.float64)
     for column, end in enumerate(ends):
         value = float(np.nextafter(end / ends[-1], 0))

@@ -1,0 +1,13 @@
+"""What the tests of sampling share."""
+
+from collections.abc import Sequence
+
+import torch
+
+from services.engine.request import SampledToken
+from services.engine.sampler import Sampler, SampleRow
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    """One token for each row of logits (B, V), from a sampler that has never sampled before."""
+    return Sampler(logits.shape[1]).sample(logits, rows)
