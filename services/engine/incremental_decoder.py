@@ -35,7 +35,7 @@ class IncrementalDecoder:
     @property
     def text_if_ended(self) -> str:
         """Text of the pending tokens as `flush` would give it now; a later token may change it."""
-        return self._whole().text
+        return self._whole().text if self._pending else ""
 
     def push(self, token: SampledToken) -> TextGenerated | None:
         """Takes the next token; returns what has become certain."""

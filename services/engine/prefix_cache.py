@@ -105,10 +105,12 @@ class PrefixCache:
         if self._copy_block is None:
             return
         prefix, size = sequence.prefix, self._block_size
-        digests = prefix.digests.full_blocks(sequence.token_ids, sequence.num_computed_tokens)
-        for number in range(prefix.num_published_blocks, len(digests)):
-            self._publish(sequence.block_table[number], digests[number])
-        prefix.num_published_blocks = len(digests)
+        num_full = sequence.num_computed_tokens // size
+        if num_full > prefix.num_published_blocks:
+            digests = prefix.digests.full_blocks(sequence.token_ids, sequence.num_computed_tokens)
+            for number in range(prefix.num_published_blocks, num_full):
+                self._publish(sequence.block_table[number], digests[number])
+            prefix.num_published_blocks = num_full
         # For choices and retries, which have the same context.
         context = sequence.request.num_context_tokens
         if context % size and sequence.num_computed_tokens >= context and not prefix.has_published_tail:

@@ -109,16 +109,16 @@ class _ModelLogprobs:
     def read(cls, work: Workspace, num_top: int) -> "_ModelLogprobs":
         best = work.look()
         weigh(work.logits, best, 1.0, out=work.weights)
-        log_total = best + math.log(np.add.reduce(work.weights, axis=0).sum(dtype=np.float64))
+        log_total = best + math.log(np.add.reduce(np.add.reduce(work.weights, axis=0), dtype=np.float64))
         if not num_top:
             return cls(log_total, np.empty(0, np.int64))
         top_ids = largest(work, num_top)
-        order = np.argsort(-work.row[top_ids], kind="stable")
+        order = (-work.row.take(top_ids)).argsort(kind="stable")
         return cls(log_total, top_ids[order[:num_top]])
 
     def of(self, token_id: int, values: Floats) -> SampledToken:
         """The token beside the best ones. Takes the row of logits as the model gave it."""
-        top = zip(self.top_ids.tolist(), values[self.top_ids].tolist(), strict=True)
+        top = zip(self.top_ids.tolist(), values.take(self.top_ids).tolist(), strict=True)
         return SampledToken(
             token_id,
             values.item(token_id) - self.log_total,

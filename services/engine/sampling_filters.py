@@ -57,10 +57,6 @@ class Workspace:
         num_groups = min(vocab_size, _NUM_GROUPS)
         logits = np.empty((-(-vocab_size // num_groups), num_groups), np.float32)
         logits.reshape(-1)[vocab_size:] = -np.inf
-        return cls.around(logits, vocab_size)
-
-    @classmethod
-    def around(cls, logits: Floats, vocab_size: int) -> "Workspace":
         return cls(
             logits=logits,
             row=logits.reshape(-1)[:vocab_size],
@@ -85,20 +81,21 @@ def largest(work: Workspace, k: int) -> TokenIds:
 
     The k-th largest of the columns' maxima is no larger than the k-th largest logit, and few lie above.
     """
-    logits = work.row
-    if k >= len(logits):
-        return np.flatnonzero(logits >= _LOWEST_LOGIT)
-    bound = _kth_largest(work.maxima if k <= len(work.maxima) else logits, k)
-    token_ids = np.flatnonzero(np.greater_equal(work.logits, max(bound, _LOWEST_LOGIT), out=work.mask))
+    bound = _LOWEST_LOGIT
+    if k < len(work.row):
+        bound = max(bound, _kth_largest(work.maxima if k <= len(work.maxima) else work.row, k))
+    np.greater_equal(work.logits, bound, out=work.mask)
+    (token_ids,) = work.mask.reshape(-1).nonzero()
     if len(token_ids) <= k:
         return token_ids
-    values = logits[token_ids]
+    values = work.row.take(token_ids)
     return token_ids[values >= _kth_largest(values, k)]
 
 
 def _kth_largest(values: Floats, k: int) -> float:
-    place = len(values) - k
-    return float(np.partition(values, place)[place])
+    ordered = values.copy()
+    ordered.partition(len(values) - k)
+    return ordered.item(len(values) - k)
 
 
 def weigh(logits: Floats, best: float, temperature: float, *, out: Floats) -> None:
@@ -121,15 +118,14 @@ def draw_token(work: Workspace, sampling: SamplingParams, uniforms: Callable[[in
     if not 0 < sampling.top_k < len(work.row):
         return _draw(work, sampling, uniforms)
     token_ids = largest(work, sampling.top_k)
-    few = work.row[token_ids].astype(np.float64).reshape(1, -1)
-    return int(token_ids[_draw(Workspace.around(few, len(token_ids)), sampling, uniforms)])
+    return token_ids.item(_draw_few(work.row.take(token_ids).astype(np.float64), sampling, uniforms))
 
 
 def _draw(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
     logits, weights, better, mask = work.logits, work.weights, work.better, work.mask
-    weigh(logits, np.maximum.reduce(logits, axis=None), sampling.temperature, out=weights)
+    weigh(logits, np.maximum.reduce(work.maxima), sampling.temperature, out=weights)
     groups = np.add.reduce(weights, axis=0)
-    nucleus = sampling.top_p * groups.sum(dtype=np.float64)
+    nucleus = sampling.top_p * np.add.reduce(groups, dtype=np.float64)
     if sampling.min_p > 0:  # a ratio to the best one, which no filter before it has changed
         np.multiply(weights, np.greater_equal(weights, sampling.min_p, out=mask), out=weights)
         groups = np.add.reduce(weights, axis=0)
@@ -139,9 +135,27 @@ def _draw(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], f
             break
         np.multiply(weights, np.greater(logits, logits.item(place), out=mask), out=better)
         groups = np.add.reduce(better, axis=0)
-        if groups.sum(dtype=np.float64) < nucleus:
+        if np.add.reduce(groups, dtype=np.float64) < nucleus:
             break
         weights, better = better, weights
+    return place
+
+
+def _draw_few(logits: Floats, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
+    """The same from few logits (N,) in fp64: a place among them. A table would cost more than it saves."""
+    weights = np.empty_like(logits)
+    weigh(logits, np.maximum.reduce(logits), sampling.temperature, out=weights)
+    nucleus = sampling.top_p * np.add.reduce(weights)
+    if sampling.min_p > 0:
+        weights *= weights >= sampling.min_p
+    for attempt in count():
+        ends = weights.cumsum()
+        place = _first_above(ends, uniforms(attempt) * ends.item(-1))
+        if sampling.top_p >= 1:
+            break
+        weights *= logits > logits.item(place)
+        if np.add.reduce(weights) < nucleus:
+            break
     return place
 
 

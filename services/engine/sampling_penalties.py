@@ -47,5 +47,5 @@ def _has_penalties(sampling: SamplingParams) -> bool:
 
 def _penalize_repetition(logits: Floats, seen: TokenIds, penalty: float) -> None:
     """CTRL (https://arxiv.org/abs/1909.05858), as everybody runs it: away from the good, into the bad."""
-    scores = logits[seen]
+    scores = logits.take(seen)
     logits[seen] = np.where(scores > 0, scores / penalty, scores * penalty)
