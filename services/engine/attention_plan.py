@@ -74,7 +74,7 @@ def _group(
     for chunk in chunks:
         table = chunk.sequence.block_table[: min(num_blocks, blocks_for(chunk.end, size))]
         flat_blocks += table
-        flat_blocks += [0] * (num_blocks - len(table))
+        flat_blocks += [cache.scratch_block] * (num_blocks - len(table))
     return AttentionGroup(
         rows=_as_slice(rows, cache.device),
         flat_blocks=torch.tensor(flat_blocks, device=cache.device),

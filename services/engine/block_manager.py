@@ -90,6 +90,15 @@ class BlockManager:
         """The block with this content, held or cached."""
         return self._block_of.get(digest)
 
+    def unpublish(self, blocks: Sequence[int]) -> None:
+        """Nobody finds the blocks any more; those that nobody holds become blank."""
+        for block in blocks:
+            for digest in self._digests_of.pop(block, ()):
+                del self._block_of[digest]
+            if block in self._cached:
+                del self._cached[block]
+                self._blank.append(block)
+
     def num_holders(self, block: int) -> int:
         return self._num_holders.get(block, 0)
 

@@ -6,6 +6,9 @@ an integer that differs must be a multiple of one of the two numbers. Whatever c
 another path is refused: reading values, shapes that depend on values, randomness, writing in place. The
 caller keeps the eager model for what is refused, and compares the replay with it before relying on it.
 
+torch's symbolic tracer (`make_fx`) gives the same graph for as many models, but takes eight times as long:
+3.8 s instead of 0.5 for 30 layers, at every start of every worker.
+
 Knows no model, and no operation by name.
 """
 

@@ -6,6 +6,7 @@ EngineError
 ├── QueueFull             the waiting queue is at its bound; try again later
 ├── IncompatibleModel     another worker's KV cache would mean something else here; `field` differs
 ├── InvalidKvPage         a page is damaged, out of range, repeated or missing
+├── NoTokenToChoose       the model gave a sequence no finite best logit
 ├── SequenceReleased      the sequence was released while somebody waited on it
 ├── EngineStopped         the engine has shut down or its thread has failed
 └── UnsupportedModel      the model cannot be served; raised at start, with the reason
@@ -42,6 +43,10 @@ class IncompatibleModel(EngineError):
 
 class InvalidKvPage(EngineError):
     """A KV page cannot be imported."""
+
+
+class NoTokenToChoose(EngineError):
+    """NaN or +inf among a sequence's logits, or every token barred."""
 
 
 class SequenceReleased(EngineError):

@@ -1,8 +1,9 @@
 """The KV cache: one pool of slots per layer, addressed through block tables.
 
 Slot `block x block_size + offset` holds the keys and values of one position in every layer. Padding
-reads slots of others behind a mask, so no slot may ever hold a number that is not finite, or so large
-that a product with a query is not: the pool starts as zeros and `import_range` refuses such numbers.
+reads slots behind a mask, of `scratch_block` or of a block's owner before, so none may hold a number that
+is not finite, or so large that a product with a query is not: the pool starts as zeros, `import_range`
+refuses such numbers, and blocks that the model filled with them are cleared before they are used again.
 """
 
 from collections.abc import Sequence
@@ -90,6 +91,10 @@ class KvCache:
         size = self.block_size
         kept = self._pool[:, :, source * size : (source + 1) * size]
         self._pool[:, :, target * size : (target + 1) * size] = kept
+
+    def clear_block(self, block: int) -> None:
+        """Zeros in every layer."""
+        self._pool[:, :, block * self.block_size : (block + 1) * self.block_size] = 0
 
     def export_range(
         self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int

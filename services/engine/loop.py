@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 import torch
 
 from services.engine.config import EngineConfig
-from services.engine.errors import EngineStopped
+from services.engine.errors import EngineError, EngineStopped, NoTokenToChoose
 from services.engine.model_runner import ModelRunner
 from services.engine.paged_engine import PagedEngine
 from services.engine.request import (
@@ -33,7 +34,15 @@ log = structlog.get_logger()
 
 _MAX_FAILED_STEPS = 3  # in a row; one bad batch is that batch's fault, three are the engine's
 
-Deliveries = list[tuple[EngineSequence, list[SequenceEvent]]]
+_NO_TOKEN = "the model gave this request no finite best logit"
+
+
+class _Delivery(NamedTuple):
+    """What a step led to, for one sequence; after a failure there is nothing more."""
+
+    sequence: EngineSequence
+    events: list[SequenceEvent]
+    failure: EngineError | None = None
 
 
 class HfEngine(PagedEngine):
@@ -111,9 +120,10 @@ class HfEngine(PagedEngine):
             except Exception as error:
                 log.exception("step failed", sequences=len(chunks))
                 num_failed += 1
-                self._hand_over(self._abandon(chunks), EngineStopped(f"a step failed: {error}"))
+                self._hand_over(self._abandon(chunks, EngineStopped(f"a step failed: {error}")))
                 continue
-            num_failed = 0
+            # One sequence without a token is its own fault; nothing but such, and it may be the weights'.
+            num_failed = num_failed + 1 if tokens and not any(tokens) else 0
             detokenized_s = _detokenized_s(chunks)
             with self._work:
                 self._in_flight = set()
@@ -135,7 +145,7 @@ class HfEngine(PagedEngine):
         clock.scheduled = time.perf_counter()
         return chunks
 
-    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[SampledToken]:
+    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[SampledToken | None]:
         if not chunks:
             return []
         logits = self._runner.forward(chunks)
@@ -159,14 +169,23 @@ class HfEngine(PagedEngine):
         )
 
     def _take_in(
-        self, chunks: Sequence[ScheduledChunk], tokens: Sequence[SampledToken], started: float, ended: float
-    ) -> Deliveries:
+        self,
+        chunks: Sequence[ScheduledChunk],
+        tokens: Sequence[SampledToken | None],
+        started: float,
+        ended: float,
+    ) -> list[_Delivery]:
         """Moves every sequence of the step on; the lock is held."""
-        deliveries: Deliveries = []
+        deliveries: list[_Delivery] = []
         sampled = iter(tokens)
         for chunk in chunks:
             sequence = chunk.sequence
             token = next(sampled) if chunk.samples else None
+            if chunk.samples and token is None:
+                log.error("no token to choose", request=sequence.request.request_id, position=chunk.end)
+                self.scheduler.distrust(sequence)
+                deliveries.append(self._drop(sequence, NoTokenToChoose(_NO_TOKEN)))
+                continue
             if sequence.state is SequenceState.RELEASED:
                 self._remove(sequence)
                 continue
@@ -174,7 +193,7 @@ class HfEngine(PagedEngine):
             self.on_computed(sequence)
             self._count_computed(sequence, chunk.start, chunk.end)
             _note_times(sequence, started, ended, sampled=token is not None)
-            deliveries.append((sequence, self._advance(chunk, token)))
+            deliveries.append(_Delivery(sequence, self._advance(chunk, token)))
         return deliveries
 
     def _advance(self, chunk: ScheduledChunk, token: SampledToken | None) -> list[SequenceEvent]:
@@ -187,7 +206,7 @@ class HfEngine(PagedEngine):
             events.append(FirstTokenSampled(token, sequence.num_cached_tokens))
         return events
 
-    def _abandon(self, chunks: Sequence[ScheduledChunk]) -> Deliveries:
+    def _abandon(self, chunks: Sequence[ScheduledChunk], failure: EngineError) -> list[_Delivery]:
         """Drops the step's sequences, and those that wait for their prefixes.
 
         These would fail next, one a step: the choices of one bad request would look like a bad engine.
@@ -196,20 +215,23 @@ class HfEngine(PagedEngine):
             self._in_flight = set()
             sequences = [chunk.sequence for chunk in chunks]
             sequences += self.scheduler.followers(sequences)
-            for sequence in sequences:
-                if sequence.state is not SequenceState.RELEASED:
-                    sequence.state = SequenceState.ENDED
-                self._remove(sequence)
-        return [(sequence, []) for sequence in sequences]
+            return [self._drop(sequence, failure) for sequence in sequences]
 
-    def _hand_over(self, deliveries: Deliveries, failure: EngineStopped | None = None) -> None:
+    def _drop(self, sequence: EngineSequence, failure: EngineError) -> _Delivery:
+        """Ends a sequence with an error; the lock is held."""
+        if sequence.state is not SequenceState.RELEASED:
+            sequence.state = SequenceState.ENDED
+        self._remove(sequence)
+        return _Delivery(sequence, [], failure)
+
+    def _hand_over(self, deliveries: Sequence[_Delivery]) -> None:
         """One wake-up of the event loop for everything that a step led to."""
 
         def deliver() -> None:
-            for sequence, events in deliveries:
-                sequence.post(events)
-                if failure is not None:
-                    sequence.fail(failure)
+            for delivery in deliveries:
+                delivery.sequence.post(delivery.events)
+                if delivery.failure is not None:
+                    delivery.sequence.fail(delivery.failure)
 
         self._on_loop(deliver)
 

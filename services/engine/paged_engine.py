@@ -60,6 +60,7 @@ class PagedEngine(ABC):
         self.scheduler = Scheduler(
             BlockManager(num_blocks),
             copy_block=self.cache.copy_block if config.prefix_cache else None,
+            clear_block=self.cache.clear_block,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,

@@ -41,17 +41,6 @@ class SampleRow:
         return len(self.token_ids)
 
 
-class InvalidLogits(ValueError):
-    """Some rows have no token to choose: NaN or +inf among their logits, or every token barred.
-
-    `row_indices` says which, so that the others can be sampled without them.
-    """
-
-    def __init__(self, row_indices: tuple[int, ...]) -> None:
-        super().__init__(f"no finite best logit in rows {', '.join(map(str, row_indices))} of the batch")
-        self.row_indices = row_indices
-
-
 def uniform(seed: int, choice_index: int, position: int, attempt: int = 0) -> float:
     """A number in [0, 1) that depends on its arguments alone (a counter-based generator over XXH3)."""
     counter = struct.pack("<QIQ", seed % 2**64, choice_index, position)
@@ -64,18 +53,16 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._work = Workspace.empty(vocab_size)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """One token for each row of logits (B, V), fp32. Raises InvalidLogits rather than return garbage."""
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
+        """One token for each row of logits (B, V), fp32.
+
+        None: there is no token to choose, for NaN or +inf are among the logits or every token is barred.
+        """
         table: Floats = logits.detach().cpu().numpy()
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            tokens = [self._sample_row(values, row) for values, row in zip(table, rows, strict=True)]
-        sampled = [token for token in tokens if token is not None]
-        if len(sampled) < len(tokens):
-            raise InvalidLogits(tuple(i for i, token in enumerate(tokens) if token is None))
-        return sampled
+            return [self._sample_row(values, row) for values, row in zip(table, rows, strict=True)]
 
     def _sample_row(self, values: Floats, row: SampleRow) -> SampledToken | None:
-        """The row's token; None if there is none to choose."""
         work = self._work
         work.load(values)
         num_top = row.sampling.logprobs

@@ -42,6 +42,7 @@ class Scheduler:
 
     Args:
         copy_block: copies the content of one block (first) into another; None turns the prefix cache off.
+        clear_block: takes out of a block what must not be read, not even behind a mask.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Scheduler:
         blocks: BlockManager,
         *,
         copy_block: Callable[[int, int], None] | None,
+        clear_block: Callable[[int], None],
         block_size: int,
         max_num_seqs: int,
         max_queue_len: int,
@@ -57,6 +59,8 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self._prefixes = PrefixCache(blocks, block_size, copy_block)
+        self._clear_block = clear_block
+        self._distrusted: set[int] = set()  # blocks to be cleared before they are written again
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_queue_len = max_queue_len
@@ -139,7 +143,7 @@ class Scheduler:
         """
         while len(sequence.block_table) * self._block_size < sequence.num_tokens:
             if self.blocks.can_allocate(1):
-                sequence.block_table += self.blocks.allocate(1)
+                sequence.block_table += self._allocate(1)
                 continue
             victim = next(other for other in reversed(self._holding) if other.is_preemptible)
             self._preempt(victim)
@@ -160,6 +164,14 @@ class Scheduler:
         """Lets others use what the sequence has computed; call whenever `num_computed_tokens` grows."""
         self._prefixes.publish(sequence)
 
+    def distrust(self, sequence: EngineSequence) -> None:
+        """The sequence's blocks may hold NaN: nobody new shares them, and the next owner gets zeros.
+
+        Masked or not, NaN would reach whoever reads it. Those who share the blocks now will notice.
+        """
+        self.blocks.unpublish(sequence.block_table)
+        self._distrusted.update(sequence.block_table)
+
     def remove(self, sequence: EngineSequence) -> None:
         """Forgets a sequence and frees its blocks; nothing if it is not here."""
         if sequence in self._waiting:
@@ -178,13 +190,20 @@ class Scheduler:
         sequence.block_table = []
         self._prefixes.forget(sequence)
 
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self.blocks.allocate(count)
+        for block in self._distrusted.intersection(blocks):
+            self._clear_block(block)
+        self._distrusted.difference_update(blocks)
+        return blocks
+
     def _find_prefix(self, sequence: EngineSequence) -> PrefixMatch:
         """Nothing for a waiting sequence that will import its KV cache: it writes into every block."""
         return self._prefixes.find(sequence) if sequence.computes_locally else PrefixMatch()
 
     def _take_blocks(self, sequence: EngineSequence, match: PrefixMatch) -> None:
         self.blocks.share(match.blocks)
-        fresh = self.blocks.allocate(self._blocks_at_admission(sequence) - len(match.blocks))
+        fresh = self._allocate(self._blocks_at_admission(sequence) - len(match.blocks))
         sequence.block_table = [*match.blocks, *fresh]
         if sequence.computes_locally:
             self._prefixes.start(sequence, match)

@@ -10,4 +10,7 @@ from services.engine.sampler import Sampler, SampleRow
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """One token for each row of logits (B, V), from a sampler that has never sampled before."""
-    return Sampler(logits.shape[1]).sample(logits, rows)
+    tokens = Sampler(logits.shape[1]).sample(logits, rows)
+    sampled = [token for token in tokens if token is not None]
+    assert len(sampled) == len(rows)
+    return sampled

@@ -22,9 +22,11 @@ class Bench:
     def __init__(self, num_blocks: int = 8, **limits: int) -> None:
         given = {"max_num_seqs": 8, "max_queue_len": 8, "max_batched_tokens": 16, "prefill_chunk": 8} | limits
         self.copied: list[tuple[int, int]] = []
+        self.cleared: list[int] = []
         self.scheduler = Scheduler(
             BlockManager(num_blocks),
             copy_block=lambda source, target: self.copied.append((source, target)),
+            clear_block=self.cleared.append,
             block_size=4,
             **given,
         )

@@ -55,6 +55,15 @@ class BlockMachine(RuleBasedStateMachine):
         self.writable.pop(number)
         self.manager.free(self.tables.pop(number))
 
+    @precondition(lambda self: self.tables)
+    @rule(which=st.integers(0, 100))
+    def unpublish(self, which: int) -> None:
+        table = self.tables[which % len(self.tables)]
+        found = {name: self.manager.find(name) for name in self.content}
+        self.manager.unpublish(table)
+        for name, block in found.items():
+            assert self.manager.find(name) == (None if block in table else block)
+
     @invariant()
     def every_block_is_somewhere_once(self) -> None:
         held = [block for table in self.tables for block in table]
@@ -102,6 +111,18 @@ def test_what_was_let_go_longest_ago_is_evicted_first_and_the_end_of_a_chain_bef
     assert manager.allocate(3) == [old[1], old[0], new[1]]
     assert manager.find(bytes([new[0]])) == new[0]
     assert manager.find(bytes([old[0]])) is None
+
+
+def test_what_is_no_longer_published_is_blank_once_nobody_holds_it() -> None:
+    manager = BlockManager(2)
+    table = manager.allocate(2)
+    for block in table:
+        manager.publish(block, bytes([block]))
+    manager.free(table[:1])
+    manager.unpublish(table)
+    assert (manager.num_cached, manager.num_free, manager.num_used) == (0, 1, 1)
+    manager.free(table[1:])
+    assert (manager.num_cached, manager.num_free) == (0, 2)
 
 
 def test_blank_blocks_are_taken_before_cached_ones() -> None:

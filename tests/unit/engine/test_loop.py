@@ -1,6 +1,7 @@
 """The real engine equals transformers' `generate`, however a reply is computed."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from services.engine.config import EngineConfig
-from services.engine.errors import EngineStopped, InvalidKvPage, SequenceReleased
+from services.engine.errors import EngineStopped, InvalidKvPage, NoTokenToChoose, SequenceReleased
 from services.engine.loop import HfEngine
 from services.engine.request import SampledToken, SubmitMode
+from services.engine.scheduler import ScheduledChunk
 from tests.unit.engine.tiny_models import (
     complete,
     generate,
@@ -212,6 +214,49 @@ async def test_an_engine_whose_thread_dies_leaves_nobody_waiting(llama: Path) ->
         await anext(sequence.events())
     with pytest.raises(EngineStopped):
         engine.submit(make_request(PROMPTS[1], 4), SubmitMode.LOCAL)
+
+
+async def test_nan_fails_one_sequence_and_reaches_nobody_else(llama: Path) -> None:
+    """Once in its keys and values, NaN is in every logit; its blocks go to others afterwards."""
+    victim, *others = [[(7 * i + 13 * n) % 900 + 3 for i in range(20)] for n in range(4)]
+    expected = generate(llama, [victim, *others], NUM_TOKENS)
+    block_bytes = 2 * 3 * 2 * 8 * 4 * 4
+    async with running_engine(llama, block_size=4, kv_memory_bytes=44 * block_bytes) as engine:
+        forward = engine._runner.forward
+
+        def spoil(chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+            for chunk in chunks:
+                if chunk.sequence.request.prompt_token_ids == tuple(victim) and chunk.start == 30:
+                    slots = engine.cache.slots(chunk.sequence.block_table, 0, chunk.start)
+                    engine.cache.layer(1)[:, slots] = torch.nan
+            return forward(chunks)
+
+        engine._runner.forward = spoil  # type: ignore[method-assign]
+        doomed = complete(engine, make_request(victim, NUM_TOKENS))
+        replies = [complete(engine, make_request(prompt, NUM_TOKENS)) for prompt in others]
+        failure, *completed = await asyncio.gather(doomed, *replies, return_exceptions=True)
+        assert isinstance(failure, NoTokenToChoose)
+        assert [reply[0] for reply in completed] == expected[1:]  # type: ignore[index]
+        assert engine.load().blocks_used == 0
+        engine._runner.forward = forward  # type: ignore[method-assign]
+        again = await asyncio.gather(
+            *(complete(engine, make_request(p, NUM_TOKENS)) for p in (victim, *others))
+        )
+        assert [tokens for tokens, _ in again] == expected
+    assert not engine.cache.layer(1).isnan().any()
+
+
+async def test_nothing_but_nan_ends_the_engine(llama: Path) -> None:
+    """Its weights may be damaged: it must not fail request after request as the quickest worker of all."""
+    async with running_engine(llama) as engine:
+        engine._runner.forward = lambda chunks: torch.full((1, 1615), torch.nan)  # type: ignore[assignment]
+        for _ in range(2):
+            with pytest.raises(NoTokenToChoose):
+                await complete(engine, make_request(PROMPTS[0], 4))
+        assert engine.load().blocks_used == 0
+        with pytest.raises((NoTokenToChoose, EngineStopped)):
+            await complete(engine, make_request(PROMPTS[0], 4))
+        await asyncio.wait_for(engine.failed(), 10)
 
 
 async def test_a_small_pool_bounds_the_context_that_is_offered(llama: Path) -> None:

@@ -24,6 +24,22 @@ def test_prompts_run_in_chunks_and_decoding_goes_first() -> None:
     assert bench.step() == [("1", 6, 7), ("2", 12, 13)]
 
 
+def test_blocks_that_may_hold_nan_are_found_by_nobody_and_cleared_before_they_are_written() -> None:
+    bench = Bench(num_blocks=4)
+    prompt = range(500, 508)
+    bad = bench.add(0, prompt=prompt)
+    bench.step()
+    table = set(bad.block_table)
+    bench.scheduler.distrust(bad)
+    bad.release()
+    bench.add(0, prompt=prompt, max_tokens=4)
+    assert bench.step() == [("2", 0, 8)], "its prefix was taken from the cache"
+    bench.add(4, max_tokens=1)
+    bench.step()
+    assert set(bench.cleared) == table
+    assert len(bench.cleared) == len(table), "a block is cleared once"
+
+
 def test_order_is_priority_then_arrival() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add(4, max_tokens=1)
