@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from cli.errors import CommandError
+from services.engine.precision import Precision
 
 app = typer.Typer(help="Measure a part of the system.", no_args_is_help=True)
 
@@ -29,36 +30,39 @@ def engine(
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, by turns.")] = 3,
     batches: Annotated[str, typer.Option(help="Batch sizes of the sweep.")] = "1,4,16",
     contexts: Annotated[str, typer.Option(help="Prompt tokens of the sweep.")] = "128,512",
-    precision: Annotated[str, typer.Option(help="Of the fast mode: fast, fp16, bf16 or fp32.")] = "fast",
-    quick: Annotated[bool, typer.Option("--quick", help="A smoke test; its figures say little.")] = False,
+    precision: Annotated[Precision, typer.Option(help="Of the fast mode.")] = Precision.FAST,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smoke test of three minutes; its figures say little.")
+    ] = False,
     without_transformers: Annotated[
         bool, typer.Option("--without-transformers", help="Ours alone; no ratios.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every round here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw a picture (.png, .svg).")] = None,
 ) -> None:
-    """Step time, tokens/s and overhead of the engine, against memory bandwidth and transformers."""
+    """Step time, tokens/s and overhead of the engine, against memory bandwidth and transformers.
+
+    Takes five to ten minutes, by the number of batches and contexts.
+    """
     import observability.logs
     from bench.engine.errors import BenchFailed
     from bench.engine.run import run
     from bench.engine.settings import Settings
     from cli.model import ensure_default_model
     from services.engine.errors import UnsupportedModel
-    from services.engine.precision import Precision
 
-    try:
-        settings = Settings(
-            model=model or ensure_default_model(),
-            threads=threads,
-            rounds=rounds,
-            batches=_numbers(batches),
-            contexts=_numbers(contexts),
-            precision=Precision(precision),
-            peers=not without_transformers,
-        )
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    if model is not None and not (model / "config.json").is_file():
+        raise CommandError(f"--model: {model} is not a model folder (no config.json)")
     _check_files(json_file, plot_file)
+    settings = Settings(
+        batches=_numbers("--batches", batches),
+        contexts=_numbers("--contexts", contexts),
+        model=model or ensure_default_model(),
+        threads=threads,
+        rounds=rounds,
+        precision=precision,
+        peers=not without_transformers,
+    )
     observability.logs.configure("bench")
     try:
         run(settings.quick() if quick else settings, json_file, plot_file)
@@ -68,16 +72,21 @@ def engine(
         raise CommandError(f"no figures: {error}") from error
 
 
-def _numbers(listed: str) -> tuple[int, ...]:
-    """Raises ValueError."""
-    return tuple(int(number) for number in listed.split(","))
+def _numbers(option: str, listed: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(number) for number in listed.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise CommandError(f"{option}: numbers from 1 on, like 1,16, not {listed!r}")
+    return numbers
 
 
 def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Before the measurement, not after it."""
-    for file in (json_file, plot_file):
+    for option, file in (("--json", json_file), ("--plot", plot_file)):
         if file is not None and not file.absolute().parent.is_dir():
-            raise CommandError(f"{file.parent} is no folder")
+            raise CommandError(f"{option}: there is no folder {file.parent}")
     if plot_file is None:
         return
     if plot_file.suffix not in (".png", ".svg", ".pdf"):

@@ -72,7 +72,7 @@ def _model_folder(engine: str, model: Path | None) -> Path:
     if model is None:
         return ensure_sim_model() if engine == "sim" else ensure_default_model()
     if not (model / "config.json").is_file():
-        raise CommandError(f"--model or BATON_MODEL: {model} is not a model folder: it has no config.json")
+        raise CommandError(f"--model or BATON_MODEL: {model} is not a model folder (no config.json)")
     return model.resolve()
 
 

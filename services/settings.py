@@ -56,5 +56,5 @@ class WorkerSettings(ProcessSettings):
     @classmethod
     def _is_folder(cls, value: Path) -> Path:
         if not (value / "config.json").is_file():
-            raise ValueError(f"{value} is not a model folder: it has no config.json")
+            raise ValueError(f"{value} is not a model folder (no config.json)")
         return value

@@ -28,12 +28,16 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel("it brings code of its own, which is never run") from error
+        if isinstance(error, SafetensorError):
+            raise UnsupportedModel(f"a .safetensors file is damaged or cut short: {error}") from error
         if attention.IMPLEMENTATION in error.args:  # looked up in a table of its own
             raise UnsupportedModel(IGNORES_INTERFACE) from error
         reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
         raise UnsupportedModel(f"transformers cannot load it for causal generation: {reason}") from error
     if missing := sorted(loading["missing_keys"]):
-        raise UnsupportedModel(f"its checkpoint lacks {len(missing)} weights, {missing[0]} among them")
+        raise UnsupportedModel(f"its checkpoint lacks weights: {len(missing)}, {missing[0]} among them")
     _use_linears(model)
     return model.eval()
 

@@ -33,6 +33,7 @@ STATUS_TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (errors.IncompatibleModel, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.UnsupportedModel, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.InvalidKvPage, grpc.StatusCode.DATA_LOSS),
+    (errors.NoTokenToChoose, grpc.StatusCode.INTERNAL),  # the model may be at fault, or this worker
     (errors.SequenceReleased, grpc.StatusCode.CANCELLED),
     (errors.EngineStopped, grpc.StatusCode.UNAVAILABLE),
     (Draining, grpc.StatusCode.UNAVAILABLE),

@@ -15,16 +15,19 @@ from tests.unit.engine.tiny_models import save_model
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batches": "1,x"}, "invalid literal"),
-        ({"batches": "0"}, "positive"),
-        ({"precision": "fp8"}, "not a valid"),
-        ({"plot_file": Path("plot.txt")}, "should end in"),
-        ({"json_file": Path("nowhere/at/all.json")}, "is no folder"),
+        ({"batches": "1,x"}, "--batches: numbers"),
+        ({"contexts": "0"}, "--contexts: numbers"),
+        ({"plot_file": Path("plot.txt")}, "--plot: .* should end in"),
+        ({"json_file": Path("nowhere/at/all.json")}, "--json: there is no folder"),
+        ({"model": Path("none")}, "--model: none is not a model folder"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_first(options: dict[str, object], said: str) -> None:
+def test_what_cannot_be_measured_is_refused_first(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    (tmp_path / "config.json").touch()
     with pytest.raises(CommandError, match=said):
-        bench.engine(model=Path("none"), **options)  # type: ignore[arg-type]
+        bench.engine(**{"model": tmp_path} | options)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
