@@ -26,6 +26,8 @@ def up(
     Raises:
         CommandError: a stack runs already, a port is taken, or a process did not get ready.
     """
+    from cli.unknown_settings import unknown_settings
+
     environment = dict(os.environ)
     with run.locked():
         if alive := stack.running(run):
@@ -38,7 +40,7 @@ def up(
             trouble := check_redis_url(environment["BATON_REDIS_URL"])
         ):
             raise CommandError(f"BATON_REDIS_URL does not answer: {trouble}")
-        for notice in plan.notices:
+        for notice in (*plan.notices, *unknown_settings(environment)):
             say(notice)
         entries = stack.start(run, plan, environment, timeout_s, _show)
         if restart:
