@@ -3,7 +3,8 @@
 Slot `block x block_size + offset` holds the keys and values of one position in every layer. Padding
 reads slots behind a mask, of `scratch_block` or of a block's owner before, so none may hold a number that
 is not finite, or so large that a product with a query is not: the pool starts as zeros, `import_range`
-refuses such numbers, and blocks that the model filled with them are cleared before they are used again.
+refuses such numbers, and the blocks of a sequence whose logits show them are cleared before they are used
+again. (Not seen: those of a sequence that is released or preempted before it has sampled.)
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Linear layers with weights packed for the CPU once, at load; `precision.py` says which to take.
 
 The fp32 one is faster than `F.linear` and, unlike it, gives each row bitwise the same result in any
-batch size (measured for 1 to 1,024 rows), which is what lets a reply not depend on its company.
+batch size from 4 rows on, which is what lets a reply not depend on its company (`Packer.min_rows`).
 """
 
 import torch

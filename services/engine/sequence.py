@@ -149,6 +149,8 @@ class EngineSequence:
         with self._host.lock():
             if self.state is SequenceState.RELEASED:
                 raise SequenceReleased(self.request.request_id)
+            if self.state is SequenceState.RUNNING:  # a step in progress would mistake it for its own
+                raise ValueError("the sequence is computed here and takes no first token")
             if self.num_tokens != self.request.num_context_tokens:
                 raise ValueError("the first token has been accepted already")
             if token.token_id >= self._host.vocab_size:

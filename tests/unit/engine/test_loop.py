@@ -135,6 +135,17 @@ async def test_a_first_token_that_ends_the_reply_needs_no_join(llama: Path) -> N
         await eventually(lambda: engine.load().blocks_used == 0)
 
 
+async def test_a_sequence_that_is_computed_here_takes_no_first_token(llama: Path) -> None:
+    async with running_engine(llama) as engine:
+        sequence = engine.submit(make_request(PROMPTS[4], NUM_TOKENS), SubmitMode.HANDOFF)
+        await sequence.reserved()
+        with engine.lock():
+            sequence.compute_locally()
+            with pytest.raises(ValueError, match="computed here"):
+                sequence.accept_first_token(SampledToken(5))
+        sequence.release()
+
+
 async def test_an_incomplete_sequence_cannot_join(llama: Path) -> None:
     async with running_engine(llama) as engine:
         sequence = engine.submit(make_request(PROMPTS[1], 4), SubmitMode.HANDOFF)
