@@ -11,7 +11,7 @@ Knows counts of tokens and blocks, neither tensors nor text.
 
 from bisect import insort
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.engine.block_manager import BlockManager, blocks_for
 from services.engine.errors import QueueFull
@@ -22,15 +22,19 @@ from services.engine.sequence import EngineSequence, SequenceState
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Positions [start, end) of one sequence in one step; `samples`: they end with its last token."""
+    """Positions [start, end) of one sequence in one step.
+
+    Attributes:
+        samples: they end with its last token, as it was when the step was planned.
+    """
 
     sequence: EngineSequence
     start: int
     end: int
+    samples: bool = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        return self.end == self.sequence.num_tokens
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples", self.end == self.sequence.num_tokens)
 
     @property
     def num_tokens(self) -> int:
