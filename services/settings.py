@@ -3,7 +3,7 @@
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from services.engine.device import Device
 from services.engine.precision import Precision
@@ -38,7 +38,7 @@ class WorkerSettings(ProcessSettings):
     block_size: int = Field(16, ge=1, le=1024)
     max_num_seqs: int = Field(32, ge=1)
     max_queue_len: int = Field(256, ge=0)
-    max_batched_tokens: int = Field(512, ge=1)
+    max_batched_tokens: int = Field(512, ge=1, validate_default=True)
     prefill_chunk: int = Field(256, ge=1)
     max_model_len: int = Field(0, ge=0)  # 0: the model's own
     prefix_cache: bool = True
@@ -57,4 +57,11 @@ class WorkerSettings(ProcessSettings):
     def _is_folder(cls, value: Path) -> Path:
         if not (value / "config.json").is_file():
             raise ValueError(f"{value} is not a model folder (no config.json)")
+        return value
+
+    @field_validator("max_batched_tokens")
+    @classmethod
+    def _has_room_for_every_sequence(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("max_num_seqs", 1):
+            raise ValueError("must be at least BATON_MAX_NUM_SEQS: one token of each sequence in every step")
         return value

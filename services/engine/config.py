@@ -15,7 +15,7 @@ class EngineConfig:
         model: a Hugging Face folder.
         model_name: what clients call it.
         max_model_len: prompt and reply together; None takes the model's own bound.
-        max_batched_tokens: token budget of one step, over all sequences.
+        max_batched_tokens: token budget of one step, over all sequences; at least `max_num_seqs`.
         prefill_chunk: most tokens of one prompt in one step.
         prefix_cache: whether sequences use what earlier ones have computed for the same tokens.
         threads: torch threads of the process.
@@ -40,3 +40,9 @@ class EngineConfig:
     sim_token_ms: float = 33.0
     sim_jitter_ms: float = 8.0
     sim_seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                "max_batched_tokens is below max_num_seqs: some sequences would never have a turn"
+            )

@@ -6,7 +6,7 @@ EngineError
 ├── QueueFull             the waiting queue is at its bound; try again later
 ├── IncompatibleModel     another worker's KV cache would mean something else here; `field` differs
 ├── InvalidKvPage         a page is damaged, out of range, repeated or missing
-├── NoTokenToChoose       the model gave a sequence no finite best logit
+├── NoTokenToChoose       the model gave a sequence no finite best logit, or the request bars all tokens
 ├── SequenceReleased      the sequence was released while somebody waited on it
 ├── EngineStopped         the engine has shut down or its thread has failed
 └── UnsupportedModel      the model cannot be served; raised at start, with the reason
@@ -46,7 +46,7 @@ class InvalidKvPage(EngineError):
 
 
 class NoTokenToChoose(EngineError):
-    """NaN or +inf among a sequence's logits, or every token barred."""
+    """See `request.NoToken`."""
 
 
 class SequenceReleased(EngineError):

@@ -1,10 +1,10 @@
 """The KV cache: one pool of slots per layer, addressed through block tables.
 
-Slot `block x block_size + offset` holds the keys and values of one position in every layer. Padding
-reads slots behind a mask, of `scratch_block` or of a block's owner before, so none may hold a number that
-is not finite, or so large that a product with a query is not: the pool starts as zeros, `import_range`
-refuses such numbers, and the blocks of a sequence whose logits show them are cleared before they are used
-again. (Not seen: those of a sequence that is released or preempted before it has sampled.)
+Slot `block x block_size + offset` holds the keys and values of one position in every layer.
+
+Invariant: a sequence reads, masked or not, what was computed or imported for its own tokens, and zeros. A
+mask does not stop NaN, nor a number whose product with a query overflows, so whoever comes to write only a
+part of a block clears the rest first, and `import_range` refuses such numbers.
 """
 
 from collections.abc import Sequence
@@ -76,10 +76,6 @@ class KvCache:
             for layer in self._pool
         ]
 
-    def layer(self, index: int) -> torch.Tensor:
-        """Keys and values of one layer, a view (2, slots, kv_heads, head_size)."""
-        return self._pool[index]
-
     def slots(self, block_table: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slots of positions [start, end), shape (end - start,)."""
         positions = torch.arange(start, end)
@@ -87,15 +83,19 @@ class KvCache:
         slots = blocks * self.block_size + positions % self.block_size
         return slots.to(self.device)
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies one block, keys and values of every layer."""
-        size = self.block_size
-        kept = self._pool[:, :, source * size : (source + 1) * size]
-        self._pool[:, :, target * size : (target + 1) * size] = kept
+    def copy_block(self, source: int, target: int, count: int) -> None:
+        """Copies the first `count` positions of a block in every layer; the rest becomes zeros."""
+        kept, copy = self._block(source), self._block(target)
+        copy[:, :, :count] = kept[:, :, :count]
+        copy[:, :, count:] = 0
 
     def clear_block(self, block: int) -> None:
         """Zeros in every layer."""
-        self._pool[:, :, block * self.block_size : (block + 1) * self.block_size] = 0
+        self._block(block).zero_()
+
+    def _block(self, block: int) -> torch.Tensor:
+        """A view (layers, 2, block_size, kv_heads, head_size)."""
+        return self._pool[:, :, block * self.block_size : (block + 1) * self.block_size]
 
     def export_range(
         self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int

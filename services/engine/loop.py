@@ -18,13 +18,7 @@ from services.engine.config import EngineConfig
 from services.engine.errors import EngineError, EngineStopped, NoTokenToChoose
 from services.engine.model_runner import ModelRunner
 from services.engine.paged_engine import PagedEngine
-from services.engine.request import (
-    ChunkComputed,
-    FirstTokenSampled,
-    SampledToken,
-    SequenceEvent,
-    SubmitMode,
-)
+from services.engine.request import NoToken, SampledToken, SequenceEvent
 from services.engine.sampler import Sampler, SampleRow
 from services.engine.scheduler import ScheduledChunk
 from services.engine.sequence import EngineSequence, SequenceState
@@ -34,10 +28,15 @@ log = structlog.get_logger()
 
 _MAX_FAILED_STEPS = 3  # in a row; one bad batch is that batch's fault, three are the engine's
 
-_NO_TOKEN = "the model gave this request no finite best logit"
+
+class Outcome(NamedTuple):
+    """What a step gave one of its chunks."""
+
+    chunk: ScheduledChunk
+    token: SampledToken | NoToken | None  # None if it does not sample
 
 
-class _Delivery(NamedTuple):
+class Delivery(NamedTuple):
     """What a step led to, for one sequence; after a failure there is nothing more."""
 
     sequence: EngineSequence
@@ -50,12 +49,18 @@ class HfEngine(PagedEngine):
 
     Args:
         on_step: told in the engine's thread what each step took.
+        runner_type: loads and runs the model.
     """
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[StepTimes], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_step: Callable[[StepTimes], None] | None = None,
+        runner_type: type[ModelRunner] = ModelRunner,
+    ) -> None:
         self._on_step = on_step
         torch.set_num_threads(config.threads)
-        self._runner = ModelRunner(config.model, config.precision, config.device)
+        self._runner = runner_type(config.model, config.precision, config.device)
         super().__init__(
             config,
             self._runner.layout,
@@ -116,18 +121,17 @@ class HfEngine(PagedEngine):
                 return
             started = time.monotonic()
             try:
-                tokens = self._compute(chunks, clock)
+                outcomes = self._compute(chunks, clock)
             except Exception as error:
                 log.exception("step failed", sequences=len(chunks))
                 num_failed += 1
                 self._hand_over(self._abandon(chunks, EngineStopped(f"a step failed: {error}")))
                 continue
-            # One sequence without a token is its own fault; nothing but such, and it may be the weights'.
-            num_failed = num_failed + 1 if tokens and not any(tokens) else 0
+            num_failed = _count_failed(num_failed, outcomes)
             detokenized_s = _detokenized_s(chunks)
             with self._work:
                 self._in_flight = set()
-                deliveries = self._take_in(chunks, tokens, started, time.monotonic())
+                deliveries = self._take_in(outcomes, started, time.monotonic())
             self._hand_over(deliveries)
             if self._on_step is not None and chunks:
                 self._on_step(clock.times(chunks, _detokenized_s(chunks) - detokenized_s))
@@ -145,16 +149,16 @@ class HfEngine(PagedEngine):
         clock.scheduled = time.perf_counter()
         return chunks
 
-    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[SampledToken | None]:
+    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[Outcome]:
         if not chunks:
             return []
         logits = self._runner.forward(chunks)
         clock.forwarded = time.perf_counter()
         rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples]
-        with torch.inference_mode():
-            tokens = self._sampler.sample(logits, rows) if rows else []
+        tokens = iter(self._sampler.sample(logits, rows))
+        outcomes = [Outcome(chunk, next(tokens) if chunk.samples else None) for chunk in chunks]
         clock.sampled = time.perf_counter()
-        return tokens
+        return outcomes
 
     def _sample_row(self, sequence: EngineSequence) -> SampleRow:
         request = sequence.request
@@ -168,45 +172,24 @@ class HfEngine(PagedEngine):
             end_token_ids=ends,
         )
 
-    def _take_in(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        tokens: Sequence[SampledToken | None],
-        started: float,
-        ended: float,
-    ) -> list[_Delivery]:
+    def _take_in(self, outcomes: Sequence[Outcome], started: float, ended: float) -> list[Delivery]:
         """Moves every sequence of the step on; the lock is held."""
-        deliveries: list[_Delivery] = []
-        sampled = iter(tokens)
-        for chunk in chunks:
+        deliveries: list[Delivery] = []
+        for chunk, token in outcomes:
             sequence = chunk.sequence
-            token = next(sampled) if chunk.samples else None
-            if chunk.samples and token is None:
-                log.error("no token to choose", request=sequence.request.request_id, position=chunk.end)
+            if isinstance(token, NoToken):
+                log.error("no token to choose", request=sequence.request.request_id, reason=token.value)
                 self.scheduler.distrust(sequence)
-                deliveries.append(self._drop(sequence, NoTokenToChoose(_NO_TOKEN)))
-                continue
-            if sequence.state is SequenceState.RELEASED:
+                deliveries.append(self._drop(sequence, NoTokenToChoose(token.value)))
+            elif sequence.state is SequenceState.RELEASED:
                 self._remove(sequence)
-                continue
-            sequence.num_computed_tokens = chunk.end
-            self.on_computed(sequence)
-            self._count_computed(sequence, chunk.start, chunk.end)
-            _note_times(sequence, started, ended, sampled=token is not None)
-            deliveries.append(_Delivery(sequence, self._advance(chunk, token)))
+            else:
+                self._count_computed(sequence, chunk.start, chunk.end)
+                _note_times(sequence, started, ended, sampled=token is not None)
+                deliveries.append(Delivery(sequence, sequence.take_chunk(chunk.start, chunk.end, token)))
         return deliveries
 
-    def _advance(self, chunk: ScheduledChunk, token: SampledToken | None) -> list[SequenceEvent]:
-        sequence = chunk.sequence
-        if sequence.mode is not SubmitMode.PREFILL_ONLY:
-            return [] if token is None else sequence.take_tokens([token])
-        events: list[SequenceEvent] = [ChunkComputed(chunk.start, chunk.end)]
-        if token is not None:
-            sequence.state = SequenceState.ENDED  # the blocks stay until the pages have been taken
-            events.append(FirstTokenSampled(token, sequence.num_cached_tokens))
-        return events
-
-    def _abandon(self, chunks: Sequence[ScheduledChunk], failure: EngineError) -> list[_Delivery]:
+    def _abandon(self, chunks: Sequence[ScheduledChunk], failure: EngineError) -> list[Delivery]:
         """Drops the step's sequences, and those that wait for their prefixes.
 
         These would fail next, one a step: the choices of one bad request would look like a bad engine.
@@ -217,14 +200,14 @@ class HfEngine(PagedEngine):
             sequences += self.scheduler.followers(sequences)
             return [self._drop(sequence, failure) for sequence in sequences]
 
-    def _drop(self, sequence: EngineSequence, failure: EngineError) -> _Delivery:
+    def _drop(self, sequence: EngineSequence, failure: EngineError) -> Delivery:
         """Ends a sequence with an error; the lock is held."""
         if sequence.state is not SequenceState.RELEASED:
             sequence.state = SequenceState.ENDED
         self._remove(sequence)
-        return _Delivery(sequence, [], failure)
+        return Delivery(sequence, [], failure)
 
-    def _hand_over(self, deliveries: Sequence[_Delivery]) -> None:
+    def _hand_over(self, deliveries: Sequence[Delivery]) -> None:
         """One wake-up of the event loop for everything that a step led to."""
 
         def deliver() -> None:
@@ -243,6 +226,19 @@ class HfEngine(PagedEngine):
     def _fail(self) -> None:
         self._stop("the engine has failed: see the worker's log")
         self._has_failed.set()
+
+
+def _count_failed(num_failed: int, outcomes: Sequence[Outcome]) -> int:
+    """Failed steps in a row, after one that gave these outcomes.
+
+    One sequence whose logits are no numbers may be at fault itself. Where there are no others, it may be the
+    weights: such a step has failed. One that sampled nothing, or nothing the model is to blame for, says
+    nothing about the engine.
+    """
+    tokens = [outcome.token for outcome in outcomes]
+    if any(isinstance(token, SampledToken) for token in tokens):
+        return 0
+    return num_failed + 1 if NoToken.LOGITS in tokens else num_failed
 
 
 def _detokenized_s(chunks: Sequence[ScheduledChunk]) -> float:

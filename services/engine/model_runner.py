@@ -98,6 +98,7 @@ class ModelRunner:
     def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
         """Logits (S, vocabulary) in fp32 for the S chunks that sample, in order; (0, vocabulary) if none."""
         assert self._cache is not None
+        _clear_begun_blocks(chunks, self._cache)
         if self._decode is not None and self._decode.can_run(chunks):
             return self._decode.run(chunks).float().cpu()
         token_ids: list[int] = []
@@ -212,6 +213,15 @@ class ModelRunner:
         if not self._is_close(logits, expected):
             raise NotCapturable("the graph gives something else")
         return graph
+
+
+def _clear_begun_blocks(chunks: Sequence[ScheduledChunk], cache: KvCache) -> None:
+    """Of the blocks that a step is the first to write into, those that it does not fill."""
+    size = cache.block_size
+    for chunk in chunks:
+        last = chunk.end // size
+        if chunk.start <= last * size < chunk.end:
+            cache.clear_block(chunk.sequence.block_table[last])
 
 
 class _Eager:

@@ -35,11 +35,12 @@ class PrefixCache:
     """Finds, takes and publishes.
 
     Args:
-        copy_block: copies the content of one block (first) into another; None turns the cache off.
+        copy_block: copies of one block (first) into another as many positions as the third says; None
+            turns the cache off.
     """
 
     def __init__(
-        self, blocks: BlockManager, block_size: int, copy_block: Callable[[int, int], None] | None
+        self, blocks: BlockManager, block_size: int, copy_block: Callable[[int, int, int], None] | None
     ) -> None:
         self._blocks = blocks
         self._block_size = block_size
@@ -90,7 +91,8 @@ class PrefixCache:
             return
         num_shared = len(match.blocks)
         if match.tail is not None:
-            self._copy_block(match.tail, sequence.block_table[num_shared])
+            count = match.num_tokens - num_shared * self._block_size
+            self._copy_block(match.tail, sequence.block_table[num_shared], count)
         sequence.start_after_prefix(match.num_tokens)
         sequence.prefix.num_published_blocks = num_shared
         for digest in self._context_digests(sequence)[num_shared:]:

@@ -80,6 +80,13 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+class NoToken(Enum):
+    """Why there is no token to choose."""
+
+    LOGITS = "the model gave no finite best logit"  # NaN or +inf among them, or nothing but -inf
+    REQUEST = "the request bars every token"
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
     """KV of context positions [token_start, token_end) is final and can be exported."""

@@ -7,12 +7,16 @@ from services.engine.errors import InvalidRequest, PromptTooLong
 from services.engine.request import EngineInfo, EngineRequest, SamplingParams, SubmitMode
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("top_k", 0, 2**31),
     ("temperature", 0, 100),
     ("min_p", 0, 1),
     ("repetition_penalty", 0.01, 100),
     ("presence_penalty", -100, 100),
     ("frequency_penalty", -100, 100),
 )
+_MOST_LOGPROBS = 20  # each of them a token's text in every event
 _LARGEST_BIAS = 100  # more would overflow a logit and says no more
 
 
@@ -24,10 +28,14 @@ def check_request(request: EngineRequest, mode: SubmitMode, info: EngineInfo, vo
             raise InvalidRequest(field, f"token IDs must lie below {vocab_size}")
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "is empty; at least one token is needed")
+    if not 0 <= request.choice_index < 2**32:
+        raise InvalidRequest("choice_index", "must lie between 0 and 4294967295")
     _check_sampling(request.sampling, vocab_size)
+    _check_ends(request.sampling, info, vocab_size)
     num_tokens = request.num_context_tokens
-    ends_at_once = request.generated_token_ids and mode is not SubmitMode.PREFILL_ONLY
-    if num_tokens >= info.max_model_len and not ends_at_once:
+    # A continuation of the longest reply is complete, and ends before it needs room.
+    is_complete = request.generated_token_ids and mode is not SubmitMode.PREFILL_ONLY
+    if num_tokens >= info.max_model_len and not is_complete:
         raise PromptTooLong(
             "prompt_token_ids",
             f"{num_tokens} tokens leave no room for a reply within the model's {info.max_model_len}",
@@ -60,3 +68,13 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise InvalidRequest("stop_token_ids", f"must lie below {vocab_size}")
     if any(not stop for stop in sampling.stop):
         raise InvalidRequest("stop", "must not be empty strings")
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= _MOST_LOGPROBS:
+        raise InvalidRequest("logprobs", f"must lie between 0 and {_MOST_LOGPROBS}")
+
+
+def _check_ends(sampling: SamplingParams, info: EngineInfo, vocab_size: int) -> None:
+    ends = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        ends.update(info.eos_token_ids)
+    if sampling.min_tokens and len(ends) >= vocab_size:
+        raise InvalidRequest("stop_token_ids", "name every token, and min_tokens bars them all")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from services.engine.request import SampledToken, SamplingParams
+from services.engine.request import NoToken, SampledToken, SamplingParams
 from services.engine.sampling_filters import Floats, TokenIds, Workspace, draw_token, largest, weigh
 from services.engine.sampling_penalties import adjust
 
@@ -53,16 +53,13 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._work = Workspace.empty(vocab_size)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-        """One token for each row of logits (B, V), fp32.
-
-        None: there is no token to choose, for NaN or +inf are among the logits or every token is barred.
-        """
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | NoToken]:
+        """One token for each row of logits (B, V), fp32, or why there is none."""
         table: Floats = logits.detach().cpu().numpy()
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return [self._sample_row(values, row) for values, row in zip(table, rows, strict=True)]
 
-    def _sample_row(self, values: Floats, row: SampleRow) -> SampledToken | None:
+    def _sample_row(self, values: Floats, row: SampleRow) -> SampledToken | NoToken:
         work = self._work
         work.load(values)
         num_top = row.sampling.logprobs
@@ -76,7 +73,7 @@ class Sampler:
             end_token_ids=row.end_token_ids,
         )
         if not math.isfinite(work.look()) or (model is not None and not math.isfinite(model.log_total)):
-            return None
+            return NoToken.REQUEST if math.isfinite(values.max()) else NoToken.LOGITS
         if row.sampling.temperature > 0:
             uniforms = partial(uniform, row.sampling.seed, row.choice_index, row.position)
             token_id = draw_token(work, row.sampling, uniforms)

@@ -1,7 +1,8 @@
 """Which sequences hold blocks, and which tokens the next step runs.
 
 Invariants:
-- running sequences never wait for reservations: those not yet filled take at most half the pool;
+- running sequences never wait for reservations: those not yet filled take at most half the pool, or one
+  takes more and nobody else holds blocks;
 - a sequence ahead of another is never preempted for it, so the first one always makes progress;
 - a preempted sequence re-enters before new ones; its tokens stand and are computed again;
 - a block that a sequence writes to is its own: what the prefix cache gives is shared whole or copied.
@@ -10,7 +11,7 @@ Knows counts of tokens and blocks, neither tensors nor text.
 """
 
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from services.engine.block_manager import BlockManager, blocks_for
@@ -45,15 +46,16 @@ class Scheduler:
     """Admission in order of priority and arrival, then continuous batching under a token budget.
 
     Args:
-        copy_block: copies the content of one block (first) into another; None turns the prefix cache off.
+        copy_block: see `PrefixCache`; None turns the prefix cache off.
         clear_block: takes out of a block what must not be read, not even behind a mask.
+        max_batched_tokens: at least `max_num_seqs`, or some that decode would never have their turn.
     """
 
     def __init__(
         self,
         blocks: BlockManager,
         *,
-        copy_block: Callable[[int, int], None] | None,
+        copy_block: Callable[[int, int, int], None] | None,
         clear_block: Callable[[int], None],
         block_size: int,
         max_num_seqs: int,
@@ -64,7 +66,6 @@ class Scheduler:
         self.blocks = blocks
         self._prefixes = PrefixCache(blocks, block_size, copy_block)
         self._clear_block = clear_block
-        self._distrusted: set[int] = set()  # blocks to be cleared before they are written again
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_queue_len = max_queue_len
@@ -96,20 +97,26 @@ class Scheduler:
     def admit(self) -> list[EngineSequence]:
         """Gives blocks to waiting sequences, in order, as long as the first one fits.
 
-        One whose prefix somebody of no lower priority is computing right now waits for it rather than
-        compute it again; those behind it need not wait.
+        Two kinds wait without holding up those behind them. One whose prefix somebody of no lower priority
+        is computing right now waits for it rather than compute it again. And one that is to reserve blocks
+        while others have reserved their share waits for these, as do all that are to reserve after it.
         """
         admitted = []
+        may_reserve = True
         for sequence in tuple(self._waiting):
+            if not sequence.computes_locally and not may_reserve:
+                continue
             match = self._find_prefix(sequence)
             if self._prefixes.is_coming(match, sequence):
+                continue
+            if self._waits_for_reservations(sequence):
+                may_reserve = False
                 continue
             if not self._can_admit(sequence, match):
                 break
             self._waiting.remove(sequence)
             self._take_blocks(sequence, match)
-            waits_for_kv = sequence.mode is SubmitMode.HANDOFF and not sequence.computes_locally
-            sequence.state = SequenceState.RESERVED if waits_for_kv else SequenceState.RUNNING
+            sequence.state = SequenceState.RUNNING if sequence.computes_locally else SequenceState.RESERVED
             insort(self._holding, sequence, key=_rank)
             admitted.append(sequence)
         return admitted
@@ -126,28 +133,29 @@ class Scheduler:
         """The next step: one token for each decoding sequence, then chunks of prompts, in order."""
         budget = self._max_batched_tokens
         batch: list[ScheduledChunk] = []
-        running = [sequence for sequence in self._holding if sequence.state is SequenceState.RUNNING]
-        decoding = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
-        prefilling = [sequence for sequence in running if sequence.num_uncomputed_tokens > 1]
-        for sequence in decoding:
-            if budget and sequence.state is SequenceState.RUNNING and self.grow(sequence):
-                batch.append(_chunk(sequence, 1))
-                budget -= 1
-        for sequence in prefilling:
-            if budget and sequence.state is SequenceState.RUNNING:
-                count = min(sequence.num_uncomputed_tokens, self._prefill_chunk, budget)
+        # First, for it may take the blocks of those behind.
+        running = [sequence for sequence in self._running() if self.grow(sequence)]
+        for sequence in sorted(running, key=_is_prefilling):
+            count = min(sequence.num_uncomputed_tokens, self._prefill_chunk, budget)
+            if count:
                 batch.append(_chunk(sequence, count))
                 budget -= count
         return batch
 
+    def _running(self) -> Iterator[EngineSequence]:
+        """In order; without those that are preempted meanwhile."""
+        for sequence in tuple(self._holding):
+            if sequence.state is SequenceState.RUNNING:
+                yield sequence
+
     def grow(self, sequence: EngineSequence) -> bool:
-        """Makes room for the sequence's last token, if need be at the expense of those behind it.
+        """Makes room for all of the sequence's tokens, if need be at the expense of those behind it.
 
         False: no room, and the sequence itself has been preempted.
         """
         while len(sequence.block_table) * self._block_size < sequence.num_tokens:
             if self.blocks.can_allocate(1):
-                sequence.block_table += self._allocate(1)
+                sequence.block_table += self.blocks.allocate(1)
                 continue
             victim = next(other for other in reversed(self._holding) if other.is_preemptible)
             self._preempt(victim)
@@ -169,12 +177,8 @@ class Scheduler:
         self._prefixes.publish(sequence)
 
     def distrust(self, sequence: EngineSequence) -> None:
-        """The sequence's blocks may hold NaN: nobody new shares them, and the next owner gets zeros.
-
-        Masked or not, NaN would reach whoever reads it. Those who share the blocks now will notice.
-        """
+        """The sequence's blocks may hold NaN: nobody new shares them. Those who do now will notice."""
         self.blocks.unpublish(sequence.block_table)
-        self._distrusted.update(sequence.block_table)
 
     def remove(self, sequence: EngineSequence) -> None:
         """Forgets a sequence and frees its blocks; nothing if it is not here."""
@@ -194,36 +198,45 @@ class Scheduler:
         sequence.block_table = []
         self._prefixes.forget(sequence)
 
-    def _allocate(self, count: int) -> list[int]:
-        blocks = self.blocks.allocate(count)
-        for block in self._distrusted.intersection(blocks):
-            self._clear_block(block)
-        self._distrusted.difference_update(blocks)
-        return blocks
-
     def _find_prefix(self, sequence: EngineSequence) -> PrefixMatch:
         """Nothing for a waiting sequence that will import its KV cache: it writes into every block."""
         return self._prefixes.find(sequence) if sequence.computes_locally else PrefixMatch()
 
     def _take_blocks(self, sequence: EngineSequence, match: PrefixMatch) -> None:
         self.blocks.share(match.blocks)
-        fresh = self._allocate(self._blocks_at_admission(sequence) - len(match.blocks))
+        fresh = self.blocks.allocate(self._blocks_at_admission(sequence) - len(match.blocks))
         sequence.block_table = [*match.blocks, *fresh]
         if sequence.computes_locally:
             self._prefixes.start(sequence, match)
+        elif sequence.num_tokens % self._block_size:  # what is imported fills a part of its last block
+            self._clear_block(sequence.block_table[sequence.num_tokens // self._block_size])
 
     def _can_admit(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
-        if len(self._holding) >= self._max_num_seqs:
+        if len(self._holding) >= self._max_num_seqs or self._num_reserved_blocks > self._most_reserved_blocks:
             return False
         needed = self._blocks_at_admission(sequence)
         if not self.blocks.can_allocate(needed - len(match.blocks), sharing=match.blocks):
             return False
-        if sequence.mode is not SubmitMode.HANDOFF or sequence.computes_locally:
-            return True
-        reserved = sum(
-            len(other.block_table) for other in self._holding if other.state is SequenceState.RESERVED
+        return sequence.computes_locally or needed <= self._most_reserved_blocks or not self._holding
+
+    def _waits_for_reservations(self, sequence: EngineSequence) -> bool:
+        """Whether it is to reserve blocks, and only with those of others these would be too many."""
+        if sequence.computes_locally:
+            return False
+        needed = self._blocks_at_admission(sequence)
+        return needed <= self._most_reserved_blocks < self._num_reserved_blocks + needed
+
+    @property
+    def _most_reserved_blocks(self) -> int:
+        return self.blocks.num_blocks // 2
+
+    @property
+    def _num_reserved_blocks(self) -> int:
+        return sum(
+            len(sequence.block_table)
+            for sequence in self._holding
+            if sequence.state is SequenceState.RESERVED
         )
-        return not reserved or reserved + needed <= self.blocks.num_blocks // 2
 
     def _can_admit_next_to(self, sequence: EngineSequence) -> bool:
         """Whether it would be admitted at once: then a queue of length zero is no obstacle.
@@ -233,7 +246,9 @@ class Scheduler:
         if len(self._holding) + len(self._waiting) >= self._max_num_seqs:
             return False
         are_followers = (self._prefixes.is_coming(self._find_prefix(other), other) for other in self._waiting)
-        return all(are_followers) and self._can_admit(sequence, self._find_prefix(sequence))
+        if not all(are_followers) or self._waits_for_reservations(sequence):
+            return False
+        return self._can_admit(sequence, self._find_prefix(sequence))
 
     def _blocks_at_admission(self, sequence: EngineSequence) -> int:
         """The context's blocks and one more, but never more than the sequence can ever fill."""
@@ -245,6 +260,10 @@ class Scheduler:
 
 def _rank(sequence: EngineSequence) -> tuple[int, bool, int]:
     return (-sequence.request.priority, not sequence.was_preempted, sequence.arrival)
+
+
+def _is_prefilling(sequence: EngineSequence) -> bool:
+    return sequence.num_uncomputed_tokens > 1
 
 
 def _chunk(sequence: EngineSequence, count: int) -> ScheduledChunk:

@@ -157,6 +157,8 @@ class EngineSequence:
                 raise InvalidKvPage(f"first token {token.token_id} is none of the model's")
             events = self.take_tokens([token])
         self.post(events)
+        if self.state is SequenceState.ENDED:  # in the queue, perhaps: it will never be let in
+            self.announce_reserved()
 
     def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
         where = (layer_start, layer_end, token_start, token_end)
@@ -182,7 +184,8 @@ class EngineSequence:
             self._coverage.add(layer_start, layer_end, token_start, token_end)
 
     def reset_kv(self) -> None:
-        self._coverage.reset()
+        with self._host.lock():
+            self._coverage.reset()
 
     def join(self) -> None:
         with self._host.lock():
@@ -237,6 +240,18 @@ class EngineSequence:
         self._reserved.set()
 
     # With the lock held, in the engine's thread too
+
+    def take_chunk(self, start: int, end: int, token: SampledToken | None) -> list[SequenceEvent]:
+        """Positions [start, end) have been computed, and `token` sampled if they end with the last one."""
+        self.num_computed_tokens = end
+        self._host.on_computed(self)
+        if self.mode is not SubmitMode.PREFILL_ONLY:
+            return [] if token is None else self.take_tokens([token])
+        events: list[SequenceEvent] = [ChunkComputed(start, end)]
+        if token is not None:
+            self.state = SequenceState.ENDED  # the blocks stay until the pages have been taken
+            events.append(FirstTokenSampled(token, self.num_cached_tokens))
+        return events
 
     def take_tokens(self, tokens: Sequence[SampledToken]) -> list[SequenceEvent]:
         """Appends a step's tokens; returns what they lead to. Ends the sequence where it should end."""

@@ -187,8 +187,8 @@ class SimEngine(PagedEngine):
     def _write(self, sequence: EngineSequence, start: int, end: int) -> None:
         slots = self.cache.slots(sequence.block_table, start, end)
         expected = self._expected_kv(sequence, start, end)
-        for layer in range(self.cache.layout.num_layers):
-            self.cache.layer(layer)[:, slots] = expected[:, layer]
+        for layer, kv in enumerate(self.cache.layers):
+            kv.keys[slots], kv.values[slots] = expected[:, layer]
 
     def check_imported(self, sequence: EngineSequence) -> None:
         """Keys and values follow from the prompt here, so those of another one are noticed."""

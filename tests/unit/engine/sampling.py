@@ -11,6 +11,6 @@ from services.engine.sampler import Sampler, SampleRow
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     """One token for each row of logits (B, V), from a sampler that has never sampled before."""
     tokens = Sampler(logits.shape[1]).sample(logits, rows)
-    sampled = [token for token in tokens if token is not None]
+    sampled = [token for token in tokens if isinstance(token, SampledToken)]
     assert len(sampled) == len(rows)
     return sampled

@@ -9,7 +9,7 @@ from services.engine.detokenizer import TextStream
 from services.engine.kv_cache import KvCache, KvLayout
 from services.engine.request import EngineRequest, SampledToken, SamplingParams, SubmitMode
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
 from services.engine.sim_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -21,11 +21,11 @@ class Bench:
 
     def __init__(self, num_blocks: int = 8, **limits: int) -> None:
         given = {"max_num_seqs": 8, "max_queue_len": 8, "max_batched_tokens": 16, "prefill_chunk": 8} | limits
-        self.copied: list[tuple[int, int]] = []
+        self.copied: list[tuple[int, int, int]] = []
         self.cleared: list[int] = []
         self.scheduler = Scheduler(
             BlockManager(num_blocks),
-            copy_block=lambda source, target: self.copied.append((source, target)),
+            copy_block=lambda *copy: self.copied.append(copy),
             clear_block=self.cleared.append,
             block_size=4,
             **given,
@@ -86,11 +86,5 @@ class Bench:
         chunks = self.scheduler.schedule()
         done = [(c.sequence.request.request_id, c.start, c.end) for c in chunks]
         for chunk in chunks:
-            samples = chunk.samples
-            chunk.sequence.num_computed_tokens = chunk.end
-            self.on_computed(chunk.sequence)
-            if samples and chunk.sequence.mode is SubmitMode.PREFILL_ONLY:
-                chunk.sequence.state = SequenceState.ENDED
-            elif samples:
-                chunk.sequence.take_tokens([SampledToken(70)])
+            chunk.sequence.take_chunk(chunk.start, chunk.end, SampledToken(70) if chunk.samples else None)
         return done

@@ -1,10 +1,10 @@
 """The real engine equals transformers' `generate`, however a reply is computed."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped, InvalidKvPage, NoTokenToChoose, SequenceReleased
 from services.engine.loop import HfEngine
+from services.engine.model_runner import ModelRunner
 from services.engine.request import SampledToken, SubmitMode
 from services.engine.scheduler import ScheduledChunk
 from tests.unit.engine.tiny_models import (
@@ -227,47 +228,107 @@ async def test_an_engine_whose_thread_dies_leaves_nobody_waiting(llama: Path) ->
         engine.submit(make_request(PROMPTS[1], 4), SubmitMode.LOCAL)
 
 
-async def test_nan_fails_one_sequence_and_reaches_nobody_else(llama: Path) -> None:
-    """Once in its keys and values, NaN is in every logit; its blocks go to others afterwards."""
-    victim, *others = [[(7 * i + 13 * n) % 900 + 3 for i in range(20)] for n in range(4)]
-    expected = generate(llama, [victim, *others], NUM_TOKENS)
-    block_bytes = 2 * 3 * 2 * 8 * 4 * 4
-    async with running_engine(llama, block_size=4, kv_memory_bytes=44 * block_bytes) as engine:
-        forward = engine._runner.forward
+class _Spoiled(ModelRunner):
+    """Computes NaN for the sequences of some prompts, as soon as they reach a position."""
 
-        def spoil(chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-            for chunk in chunks:
-                if chunk.sequence.request.prompt_token_ids == tuple(victim) and chunk.start == 30:
-                    slots = engine.cache.slots(chunk.sequence.block_table, 0, chunk.start)
-                    engine.cache.layer(1)[:, slots] = torch.nan
-            return forward(chunks)
+    victims: ClassVar[set[tuple[int, ...]]] = set()
+    from_position: ClassVar[int] = 0
 
-        engine._runner.forward = spoil  # type: ignore[method-assign]
-        doomed = complete(engine, make_request(victim, NUM_TOKENS))
-        replies = [complete(engine, make_request(prompt, NUM_TOKENS)) for prompt in others]
-        failure, *completed = await asyncio.gather(doomed, *replies, return_exceptions=True)
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+        logits = super().forward(chunks)
+        sampling = iter(logits)
+        assert self._cache is not None
+        for chunk in chunks:
+            row = next(sampling) if chunk.samples else None
+            if chunk.sequence.request.prompt_token_ids not in self.victims or chunk.end <= self.from_position:
+                continue
+            for layer in self._cache.layers:
+                slots = self._cache.slots(chunk.sequence.block_table, self.from_position, chunk.end)
+                layer.keys[slots] = layer.values[slots] = torch.nan
+            if row is not None:
+                row.fill_(torch.nan)
+        return logits
+
+
+BLOCK_BYTES = 2 * 3 * 2 * 8 * 4 * 4  # of 4 tokens
+SPOILED = [[(7 * i + 13 * n) % 900 + 3 for i in range(21)] for n in range(4)]
+
+
+@pytest.fixture
+def spoil() -> Iterator[Callable[[list[int], int], None]]:
+    def spoil(victim: list[int], from_position: int) -> None:
+        _Spoiled.victims, _Spoiled.from_position = {tuple(victim)}, from_position
+
+    yield spoil
+    _Spoiled.victims = set()
+
+
+async def test_nan_fails_one_sequence_and_reaches_nobody_else(
+    llama: Path, spoil: Callable[[list[int], int], None]
+) -> None:
+    """Its blocks go to others afterwards."""
+    expected = generate(llama, SPOILED, NUM_TOKENS)
+    spoil(SPOILED[0], 30)
+    config = {"block_size": 4, "kv_memory_bytes": 44 * BLOCK_BYTES, "runner_type": _Spoiled}
+    async with running_engine(llama, **config) as engine:
+        replies = [complete(engine, make_request(prompt, NUM_TOKENS)) for prompt in SPOILED]
+        failure, *completed = await asyncio.gather(*replies, return_exceptions=True)
         assert isinstance(failure, NoTokenToChoose)
         assert [reply[0] for reply in completed] == expected[1:]  # type: ignore[index]
         assert engine.load().blocks_used == 0
-        engine._runner.forward = forward  # type: ignore[method-assign]
-        again = await asyncio.gather(
-            *(complete(engine, make_request(p, NUM_TOKENS)) for p in (victim, *others))
-        )
+        _Spoiled.victims = set()
+        again = await asyncio.gather(*(complete(engine, make_request(p, NUM_TOKENS)) for p in SPOILED))
         assert [tokens for tokens, _ in again] == expected
-    assert not engine.cache.layer(1).isnan().any()
 
 
-async def test_nothing_but_nan_ends_the_engine(llama: Path) -> None:
+@pytest.mark.parametrize("num_chunks", [1, 2])
+async def test_nan_of_a_sequence_that_leaves_before_it_samples_reaches_nobody(
+    llama: Path, num_chunks: int, spoil: Callable[[list[int], int], None]
+) -> None:
+    expected = generate(llama, SPOILED[1:], NUM_TOKENS)
+    spoil(SPOILED[0], 2)
+    config = {"block_size": 4, "kv_memory_bytes": 20 * BLOCK_BYTES, "runner_type": _Spoiled}
+    async with running_engine(llama, prefill_chunk=9, **config) as engine:
+        leaving = engine.submit(make_request(SPOILED[0], NUM_TOKENS), SubmitMode.PREFILL_ONLY)
+        events = leaving.events()
+        for _ in range(num_chunks):
+            await anext(events)
+        leaving.release()
+        for prompt, tokens in zip(SPOILED[1:], expected, strict=True):
+            assert (await complete(engine, make_request(prompt, NUM_TOKENS)))[0] == tokens
+
+
+async def test_nothing_but_nan_ends_the_engine(llama: Path, spoil: Callable[[list[int], int], None]) -> None:
     """Its weights may be damaged: it must not fail request after request as the quickest worker of all."""
-    async with running_engine(llama) as engine:
-        engine._runner.forward = lambda chunks: torch.full((1, 1615), torch.nan)  # type: ignore[assignment]
+    spoil(PROMPTS[1], 0)
+    async with running_engine(llama, runner_type=_Spoiled, prefill_chunk=4) as engine:
         for _ in range(2):
             with pytest.raises(NoTokenToChoose):
-                await complete(engine, make_request(PROMPTS[0], 4))
+                await complete(engine, make_request(PROMPTS[1], 4))
         assert engine.load().blocks_used == 0
         with pytest.raises((NoTokenToChoose, EngineStopped)):
-            await complete(engine, make_request(PROMPTS[0], 4))
+            await complete(engine, make_request(PROMPTS[1], 4))
         await asyncio.wait_for(engine.failed(), 10)
+
+
+async def test_requests_that_bar_what_the_model_leaves_end_nothing_but_themselves(llama: Path) -> None:
+    """Three on an idle worker: each step's only outcome is that there is no token."""
+    async with running_engine(llama, runner_type=_OnlyOneToken) as engine:
+        for _ in range(4):
+            with pytest.raises(NoTokenToChoose, match="request"):
+                await complete(engine, make_request(PROMPTS[1], 4, stop_token_ids=(5,), ignore_eos=True))
+        assert (await complete(engine, make_request(PROMPTS[1], 4)))[0] == [5] * 4
+
+
+class _OnlyOneToken(ModelRunner):
+    """Gives every token but one no chance."""
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+        logits = torch.full_like(super().forward(chunks), -torch.inf)
+        logits[:, 5] = 1.0
+        return logits
 
 
 async def test_a_small_pool_bounds_the_context_that_is_offered(llama: Path) -> None:

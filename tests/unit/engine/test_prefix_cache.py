@@ -22,10 +22,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.blocks = BlockManager(8)
-        self.copied: list[tuple[int, int]] = []
-        self.cache = PrefixCache(
-            self.blocks, SIZE, lambda source, target: self.copied.append((source, target))
-        )
+        self.copied: list[tuple[int, int, int]] = []
+        self.cache = PrefixCache(self.blocks, SIZE, lambda *copy: self.copied.append(copy))
         self._host = Bench()
 
     def sequence(self, token_ids: list[int], salt: str = "") -> EngineSequence:

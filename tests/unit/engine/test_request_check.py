@@ -22,8 +22,18 @@ INFO = EngineInfo(
 )
 
 
-def check(prompt: tuple[int, ...] = (1, 2), mode: SubmitMode = SubmitMode.LOCAL, **sampling: Any) -> None:
-    request = EngineRequest(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**sampling))
+def check(
+    prompt: tuple[int, ...] = (1, 2),
+    mode: SubmitMode = SubmitMode.LOCAL,
+    choice_index: int = 0,
+    **sampling: Any,
+) -> None:
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**sampling),
+        choice_index=choice_index,
+    )
     check_request(request, mode, INFO, vocab_size=50)
 
 
@@ -48,6 +58,14 @@ def check(prompt: tuple[int, ...] = (1, 2), mode: SubmitMode = SubmitMode.LOCAL,
         ("logit_bias", {"logit_bias": ((1, 1e39),)}),
         ("stop_token_ids", {"stop_token_ids": (50,)}),
         ("stop", {"stop": ("",)}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("top_k", {"top_k": -1}),
+        ("logprobs", {"logprobs": -1}),
+        ("logprobs", {"logprobs": 21}),
+        ("stop_token_ids", {"stop_token_ids": tuple(range(50)), "min_tokens": 1}),
+        ("choice_index", {"choice_index": -1}),
+        ("choice_index", {"choice_index": 2**32}),
     ],
 )
 def test_what_is_wrong_is_named(field: str, arguments: dict[str, Any]) -> None:

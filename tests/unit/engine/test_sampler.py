@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.engine.request import SamplingParams
+from services.engine.request import NoToken, SamplingParams
 from services.engine.sampler import Sampler, SampleRow, uniform
 from services.engine.sampling_penalties import adjust
 from tests.unit.engine import naive_sampling as naive
@@ -244,12 +244,12 @@ def test_duplicates_in_logit_bias_add_up() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [nan, inf])
-def test_rows_without_a_best_token_get_none(temperature: float, bad: float) -> None:
+def test_rows_without_a_best_token_say_so(temperature: float, bad: float) -> None:
     logits = torch.randn(4, VOCABULARY)
     logits[1, 7] = bad
     logits[3] = -inf
     tokens = Sampler(VOCABULARY).sample(logits, [row(temperature=temperature)] * 4)
-    assert [token is None for token in tokens] == [False, True, False, True]
+    assert [token is NoToken.LOGITS for token in tokens] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -257,7 +257,9 @@ def test_barring_the_only_token_left_leaves_none(temperature: float) -> None:
     logits = torch.full((1, VOCABULARY), -inf)
     logits[0, 3] = 0.0
     assert token(logits, row(temperature=temperature)) == 3
-    assert Sampler(VOCABULARY).sample(logits, [row(temperature=temperature, min_tokens=9)]) == [None]
+    assert Sampler(VOCABULARY).sample(logits, [row(temperature=temperature, min_tokens=9)]) == [
+        NoToken.REQUEST
+    ]
 
 
 def test_a_penalty_or_a_bias_on_what_is_barred_leaves_it_barred() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.engine.config import EngineConfig
 from services.engine.interface import Engine
 from services.engine.loop import HfEngine
+from services.engine.model_runner import ModelRunner
 from services.engine.request import (
     ChunkComputed,
     EngineRequest,
@@ -98,9 +99,11 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int) ->
 
 
 @asynccontextmanager
-async def running_engine(folder: Path, **config: Any) -> AsyncIterator[HfEngine]:
+async def running_engine(
+    folder: Path, runner_type: type[ModelRunner] = ModelRunner, **config: Any
+) -> AsyncIterator[HfEngine]:
     """A started HfEngine; `config` are fields of EngineConfig."""
-    engine = HfEngine(EngineConfig(model=folder, model_name="tiny", **config))
+    engine = HfEngine(EngineConfig(model=folder, model_name="tiny", **config), runner_type=runner_type)
     await engine.start()
     try:
         yield engine

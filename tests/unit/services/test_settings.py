@@ -37,6 +37,7 @@ def test_good_values_pass(tmp_path: Path) -> None:
         ("BATON_ENGINE", "cuda"),
         ("BATON_LOCAL_PREFILL", "maybe"),
         ("BATON_KV_MEMORY_MB", "-1"),
+        ("BATON_MAX_BATCHED_TOKENS", "31"),  # below BATON_MAX_NUM_SEQS
         ("BATON_MODEL", "/nowhere/at/all"),
     ],
 )
