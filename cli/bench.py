@@ -28,8 +28,12 @@ def engine(
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="torch threads, ours and theirs.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, by turns.")] = 3,
-    batches: Annotated[str, typer.Option(help="Batch sizes of the sweep.")] = "1,4,16",
-    contexts: Annotated[str, typer.Option(help="Prompt tokens of the sweep.")] = "128,512",
+    batches: Annotated[
+        str | None, typer.Option(help="Batch sizes of the sweep.", show_default="1,4,16")
+    ] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Prompt tokens of the sweep.", show_default="128,512")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="Of the fast mode.")] = Precision.FAST,
     quick: Annotated[
         bool, typer.Option("--quick", help="A smoke test of three minutes; its figures say little.")
@@ -53,10 +57,12 @@ def engine(
 
     if model is not None and not (model / "config.json").is_file():
         raise CommandError(f"--model: {model} is not a model folder (no config.json)")
+    if quick and (batches or contexts):
+        raise CommandError("--quick has batches and contexts of its own: leave out --batches and --contexts")
     _check_files(json_file, plot_file)
     settings = Settings(
-        batches=_numbers("--batches", batches),
-        contexts=_numbers("--contexts", contexts),
+        batches=_numbers("--batches", batches or "1,4,16"),
+        contexts=_numbers("--contexts", contexts or "128,512"),
         model=model or ensure_default_model(),
         threads=threads,
         rounds=rounds,

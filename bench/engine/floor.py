@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.engine.model_loading import use_linears
 from services.engine.precision import Precision
 
 _FP32_BYTES = 4
@@ -39,7 +40,9 @@ def count_weights(folder: Path) -> WeightCount | None:
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts")):
         return None
     with torch.device("meta"):
-        return count_module(AutoModelForCausalLM.from_config(config))
+        model = AutoModelForCausalLM.from_config(config)
+        use_linears(model)
+        return count_module(model)
 
 
 def count_module(model: nn.Module) -> WeightCount:

@@ -38,11 +38,11 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         raise UnsupportedModel(f"transformers cannot load it for causal generation: {reason}") from error
     if missing := sorted(loading["missing_keys"]):
         raise UnsupportedModel(f"its checkpoint lacks weights: {len(missing)}, {missing[0]} among them")
-    _use_linears(model)
+    use_linears(model)
     return model.eval()
 
 
-def _use_linears(model: torch.nn.Module) -> None:
+def use_linears(model: torch.nn.Module) -> None:
     """GPT-2 and its kin keep their linear layers transposed, under a class of their own."""
     for parent in model.modules():
         for name, child in parent.named_children():
@@ -56,7 +56,7 @@ def _use_linears(model: torch.nn.Module) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Refuses what is known from the configuration alone; `_check_attention` sees short prompts only."""
+    """Refuses what is known from the configuration alone; `model_preparation` sees short prompts only."""
     needed = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     if missing := [name for name in needed if not hasattr(config, name)]:
         names = " and no ".join(missing)

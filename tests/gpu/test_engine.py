@@ -75,7 +75,7 @@ def test_a_replayed_graph_equals_the_dynamic_pass(tmp_path: Path, family: str, b
     runner.bind(cache)
     chunks = decode_chunks(runner, cache)
     graphs = DecodeGraphs(
-        runner._compute,
+        runner.compute,
         cache,
         max_num_seqs=8,
         max_model_len=512,

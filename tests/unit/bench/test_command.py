@@ -17,6 +17,7 @@ from tests.unit.engine.tiny_models import save_model
     [
         ({"batches": "1,x"}, "--batches: numbers"),
         ({"contexts": "0"}, "--contexts: numbers"),
+        ({"quick": True, "batches": "1"}, "--quick has batches"),
         ({"plot_file": Path("plot.txt")}, "--plot: .* should end in"),
         ({"json_file": Path("nowhere/at/all.json")}, "--json: there is no folder"),
         ({"model": Path("none")}, "--model: none is not a model folder"),

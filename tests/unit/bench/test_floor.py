@@ -1,10 +1,12 @@
 """What a decode step must read, and how long that takes at least."""
 
 import pytest
+import torch
 from torch import nn
 from transformers import AutoConfig
 
 from bench.engine.floor import WeightCount, count_module, count_weights, floor_s
+from services.engine.model_loading import load_model
 from services.engine.precision import Precision
 from tests.unit.engine.tiny_models import save_model
 
@@ -38,6 +40,14 @@ def test_a_saved_model_is_counted_from_its_configuration(tmp_path_factory: pytes
     attention = 48 * (48 + 16 + 16 + 48)  # q, k, v, o: 6 heads and 2 KV heads of 8
     layer = attention + 3 * 48 * 96
     assert count_weights(folder) == WeightCount(linear=3 * layer + 48 * vocabulary, other=(2 * 3 + 1) * 48)
+
+
+def test_layers_of_another_class_are_counted_as_the_linears_that_serve_them(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = save_model(tmp_path_factory.mktemp("gpt2"), "gpt2")
+    model = load_model(folder, torch.float32)
+    assert count_weights(folder) == count_module(model)
 
 
 def test_a_mixture_of_experts_has_no_floor(tmp_path_factory: pytest.TempPathFactory) -> None:

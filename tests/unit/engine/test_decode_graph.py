@@ -33,7 +33,7 @@ class Setup:
         self.runner.bind(self.cache)
         self.num_captures = 0
         self.graphs = DecodeGraphs(
-            self.runner._compute,
+            self.runner.compute,
             self.cache,
             max_num_seqs=6,
             max_model_len=512,
@@ -123,7 +123,7 @@ def test_a_mixed_step_through_block_tables_equals_the_gathered_one(tmp_path: Pat
     long = cast(Any, setup.chunks[6].sequence)
     chunks = [setup.chunks[0], ScheduledChunk(long, 250, 300), setup.chunks[3], ScheduledChunk(long, 0, 30)]
     expected = setup.runner.forward(chunks)
-    setup.runner._kernel = plain_varlen
+    setup.runner.bind(setup.cache, plain_varlen)
     torch.testing.assert_close(setup.runner.forward(chunks), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped
 from services.engine.loop import HfEngine
+from services.engine.model_runner import ModelRunner
 from services.engine.request import (
     ChunkComputed,
     EngineRequest,
-    SampledToken,
     SamplingParams,
     SequenceFinished,
     SubmitMode,
 )
 from services.engine.scheduler import ScheduledChunk
 from services.engine.sequence import EngineSequence
-from services.engine.step_times import StepClock
 from tests.unit.engine.tiny_models import complete, make_request, running_engine, save_model
 from tests.waiting import eventually
 
@@ -137,17 +137,17 @@ async def test_a_preempted_continuation_counts_each_recomputed_token_once(llama:
     await engine.close()
 
 
-class _Picky(HfEngine):
+class _Picky(ModelRunner):
     """Cannot compute past position 8 of a prompt that begins with 99."""
 
-    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[SampledToken]:
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
         if any(chunk.sequence.token_ids[0] == 99 and chunk.end > 8 for chunk in chunks):
             raise RuntimeError("scripted")
-        return super()._compute(chunks, clock)
+        return super().forward(chunks)
 
 
 async def test_choices_that_cannot_be_computed_do_not_end_the_engine(llama: Path) -> None:
-    engine = _Picky(EngineConfig(model=llama, model_name="tiny"))
+    engine = HfEngine(EngineConfig(model=llama, model_name="tiny"), runner_type=_Picky)
     await engine.start()
     choices = [engine.submit(make_request([99] * 20, 4), SubmitMode.LOCAL) for _ in range(5)]
     for choice in choices:
@@ -160,7 +160,7 @@ async def test_choices_that_cannot_be_computed_do_not_end_the_engine(llama: Path
 
 
 async def test_what_a_failed_step_has_lost_cannot_be_exported(llama: Path) -> None:
-    engine = _Picky(EngineConfig(model=llama, model_name="tiny", prefill_chunk=8))
+    engine = HfEngine(EngineConfig(model=llama, model_name="tiny", prefill_chunk=8), runner_type=_Picky)
     await engine.start()
     sequence = engine.submit(make_request([99] * 20, 4), SubmitMode.PREFILL_ONLY)
     events = sequence.events()
