@@ -7,6 +7,7 @@ raises CommandError: one line on stderr, the log's last lines where there are an
 
 import sys
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,12 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"baton {version('baton-serve')}")
+        raise typer.Exit
+
+
 class Engine(StrEnum):
     """Which engine the workers run."""
 
@@ -34,9 +41,18 @@ class Engine(StrEnum):
     SIM = "sim"
 
 
+@app.callback()
+def baton(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Disaggregated LLM serving: prefill and decode over gRPC, resumable streams."""
+
+
 @app.command()
 def up(
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.", show_default="1")] = None,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
     gateways: Annotated[int, typer.Option(min=1, help="Gateways, on adjacent ports.")] = 1,
     colocated: Annotated[
@@ -55,18 +71,27 @@ def up(
     restart: Annotated[bool, typer.Option("--restart", help="Restart processes that die.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds until everything must be ready.")] = 120,
     sim_prefill_ms_per_token: Annotated[
-        float, typer.Option(envvar="BATON_SIM_PREFILL_MS_PER_TOKEN", min=0)
+        float,
+        typer.Option(
+            envvar="BATON_SIM_PREFILL_MS_PER_TOKEN", min=0, help="Simulated prefill, ms per prompt token."
+        ),
     ] = 0.0,
-    sim_token_ms: Annotated[float, typer.Option(envvar="BATON_SIM_TOKEN_MS", min=0)] = 33.0,
-    sim_jitter_ms: Annotated[float, typer.Option(envvar="BATON_SIM_JITTER_MS", min=0)] = 8.0,
-    sim_seed: Annotated[int, typer.Option(envvar="BATON_SIM_SEED")] = 42,
+    sim_token_ms: Annotated[
+        float, typer.Option(envvar="BATON_SIM_TOKEN_MS", min=0, help="Simulated time between tokens.")
+    ] = 33.0,
+    sim_jitter_ms: Annotated[
+        float, typer.Option(envvar="BATON_SIM_JITTER_MS", min=0, help="Most that it varies, either way.")
+    ] = 8.0,
+    sim_seed: Annotated[int, typer.Option(envvar="BATON_SIM_SEED", help="Of the jitter.")] = 42,
 ) -> None:
     """Start the local stack in the background; return when every process is ready."""
     from cli.plan import StackOptions
     from cli.up import up as start_stack
 
+    if colocated and prefill:
+        raise CommandError(f"--colocated has no prefill workers: leave out --prefill {prefill}")
     options = StackOptions(
-        prefill=prefill,
+        prefill=1 if prefill is None else prefill,
         decode=decode,
         gateways=gateways,
         colocated=colocated,

@@ -15,6 +15,7 @@ Measured on the default model (SmolLM2-135M), greedy, 20 prompts with 64 tokens 
 |---|---|---|---|
 | fp16 | 100% | 100% | 0.0008, 0.006 |
 | bf16 | 61% | 98.3% | 0.013, 0.07 |
+| fast | as the ones it takes | by the step's rows, so between those | as theirs |
 | int8 weights and activations | 5% | 86% | 0.35, 2.1 |
 
 So int8 is not offered. KV cache, norms and attention stay fp32 in all of them. On a GPU everything is bf16.

@@ -12,7 +12,6 @@ class StepTimes:
     """Seconds on this process's monotonic clock; counts are of the step's batch.
 
     Attributes:
-        num_prompt_tokens: those of `num_tokens` that came in chunks of more than one.
         schedule_s: waiting for the lock, admitting, choosing what runs.
         forward_s: planning attention and the model's forward pass.
         sample_s: from logits to tokens.
@@ -21,17 +20,11 @@ class StepTimes:
 
     num_sequences: int
     num_tokens: int
-    num_prompt_tokens: int
     schedule_s: float
     forward_s: float
     sample_s: float
     take_in_s: float
     detokenize_s: float
-
-    @property
-    def overhead_s(self) -> float:
-        """Everything but the forward pass."""
-        return self.schedule_s + self.sample_s + self.take_in_s
 
 
 @dataclass(slots=True)
@@ -45,11 +38,9 @@ class StepClock:
 
     def times(self, chunks: Sequence[ScheduledChunk], detokenize_s: float) -> StepTimes:
         """The step ends now. `detokenize_s` was measured apart, by the sequences."""
-        counts = [chunk.num_tokens for chunk in chunks]
         return StepTimes(
             num_sequences=len(chunks),
-            num_tokens=sum(counts),
-            num_prompt_tokens=sum(count for count in counts if count > 1),
+            num_tokens=sum(chunk.num_tokens for chunk in chunks),
             schedule_s=self.scheduled - self.began,
             forward_s=self.forwarded - self.scheduled,
             sample_s=self.sampled - self.forwarded,

@@ -11,7 +11,6 @@ def step(num_sequences: int, num_tokens: int, forward_s: float = 0.9) -> StepTim
     return StepTimes(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
-        num_prompt_tokens=num_tokens if num_tokens > num_sequences else 0,
         schedule_s=0.01,
         forward_s=forward_s,
         sample_s=0.04,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_down_with_nothing_to_stop_is_no_failure_and_leaves_no_trace(tmp_path: P
     assert result.returncode == 0
     assert "nothing to stop" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
+    assert baton(tmp_path, "--version").stdout == f"baton {version('baton-serve')}\n"
+
+
+def test_no_prefill_workers_and_some_contradict_each_other(tmp_path: Path) -> None:
+    result = baton(tmp_path, "up", "--colocated", "--prefill", "2")
+    assert result.returncode == 1
+    assert "leave out --prefill" in result.stderr
 
 
 def test_status_with_nothing_started(tmp_path: Path) -> None:
