@@ -2,7 +2,7 @@
 
 Invariant: text leaves in whole tokens only (the last piece before a stop string excepted, and that one
 names every token up to the stop). So the tokens of what has left decide the state completely: replaying
-them puts a continuation exactly where the undisturbed run stood.
+the last few of them puts a continuation exactly where the undisturbed run stood.
 
 Of several stop strings the one that is complete first ends the reply, however its characters are spread
 over tokens; of those complete with the same character the longest.
@@ -29,7 +29,9 @@ class TextStream:
     """The text of one sequence, token by token.
 
     Args:
-        prior_token_ids: tokens of a continuation, whose text has left already.
+        prior_token_ids: tokens of a continuation, whose text has left already. A stop string that they
+            complete at their end sets `stopped`. One well before it may go unseen: no undisturbed run
+            has tokens behind a stop string.
     """
 
     def __init__(
@@ -39,12 +41,12 @@ class TextStream:
         self._stop = sampling.stop
         self._include_stop = sampling.include_stop
         self._min_tokens = sampling.min_tokens
-        self._num_tokens = 0
+        self._num_tokens = self._decoder.skip(prior_token_ids, max(map(len, self._stop), default=0))
         self._held: list[TextGenerated] = []
         self._num_exempt = 0  # characters not yet shown that came below min_tokens: no stop begins there
         self._ends: list[SampledToken] = []
         self.stopped = False
-        for token_id in prior_token_ids:
+        for token_id in prior_token_ids[self._num_tokens :]:
             self.push(SampledToken(token_id))
             if self.stopped:
                 break

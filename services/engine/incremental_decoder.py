@@ -5,6 +5,9 @@ later token may change: no half character, and no run of byte tokens before its 
 back to byte tokens decode a run of them to U+FFFD throughout as soon as one of its bytes is wrong. The
 library's DecodeStream gives out such a run byte by byte, and fails when a later byte undoes it.
 
+The context depends on the last tokens and on how many there were, not on where the first one stood, so a
+replay of the last few tokens leads to the state that a replay of all does (`skip`).
+
 Knows nothing of stop strings.
 """
 
@@ -17,7 +20,7 @@ from services.engine.request import SampledToken, TextGenerated
 _REPLACEMENT = "\ufffd"
 _MOST_PENDING = 64  # tokens that wait for their end; bounds what a run of broken ones costs
 _MOST_HALF = 3  # tokens of a character whose last byte is missing
-_MOST_CONTEXT = 4
+_CONTEXT_PERIOD = 4  # tokens after which the context starts anew
 
 
 class IncrementalDecoder:
@@ -28,6 +31,8 @@ class IncrementalDecoder:
         self._has_byte_tokens = _has_byte_tokens(tokenizer)
         self._context: list[int] = []  # tokens before: what follows decodes by where it stands
         self._context_length = 0  # characters
+        self._context_period = 0  # the one that the context's last token ends in
+        self._num_taken = 0  # tokens given out or skipped
         self._pending: list[SampledToken] = []
         self._pending_text = ""
         self._is_in_run = False
@@ -36,6 +41,28 @@ class IncrementalDecoder:
     def text_if_ended(self) -> str:
         """Text of the pending tokens as `flush` would give it now; a later token may change it."""
         return self._whole().text if self._pending else ""
+
+    def skip(self, token_ids: Sequence[int], num_characters: int) -> int:
+        """Passes over tokens of the past and returns how many. Only before the first `push`.
+
+        Pushing the rest leads to the state that pushing all leads to. The rest begins with a whole token,
+        behind which nothing is pending in any state; another one ends in a later period, so the context
+        has started anew since. Between these two are at least `num_characters`.
+        """
+        last_period: int | None = None
+        num_between = 0
+        for place in reversed(range(len(token_ids))):
+            if not (text := self._text_if_whole(token_ids[place])):
+                continue
+            period = (place + 1) // _CONTEXT_PERIOD
+            if last_period is None:
+                last_period = period
+            elif period < last_period and num_between >= num_characters:
+                self._num_taken = place
+                return place
+            else:
+                num_between += len(text)
+        return 0
 
     def push(self, token: SampledToken) -> TextGenerated | None:
         """Takes the next token; returns what has become certain."""
@@ -48,6 +75,7 @@ class IncrementalDecoder:
         if self._pending_text and not self._is_in_run and not self._pending_text.endswith(_REPLACEMENT):
             unit = TextGenerated(self._pending_text, tuple(self._pending))
             self._pending, self._pending_text = [], ""
+            self._num_taken += len(unit.tokens)
             self._move_context(unit)
             return unit
         return self._take_oldest() if len(self._pending) > _MOST_PENDING else None
@@ -64,13 +92,15 @@ class IncrementalDecoder:
     def _take(self, count: int, text: str) -> TextGenerated:
         """Of the pending tokens, the first ones; the context stays, for the rest may be of the same run."""
         taken, self._pending = self._pending[:count], self._pending[count:]
+        self._num_taken += count
         self._pending_text = self._decode(self._pending)
         self._is_in_run = self._is_in_run and bool(self._pending)
         return TextGenerated(text, tuple(taken))
 
     def _move_context(self, unit: TextGenerated) -> None:
         token_ids = [token.token_id for token in unit.tokens]
-        if len(self._context) < _MOST_CONTEXT:
+        before, self._context_period = self._context_period, self._num_taken // _CONTEXT_PERIOD
+        if self._context_period == before:
             self._context += token_ids
             self._context_length += len(unit.text)
         else:
@@ -109,6 +139,11 @@ class IncrementalDecoder:
     def _decode_ids(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def _text_if_whole(self, token_id: int) -> str:
+        """Text of a token that is certain at once, whatever comes before and after; else empty."""
+        text = self._decode_ids([token_id])
+        return "" if _REPLACEMENT in text or self._is_byte(token_id) else text
 
     def _is_byte(self, token_id: int) -> bool:
         name = self._tokenizer.id_to_token(token_id) if self._has_byte_tokens else None

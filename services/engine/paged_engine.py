@@ -108,7 +108,9 @@ class PagedEngine(ABC):
         if self._stopped is not None:
             raise self._stopped
         check_request(request, mode, self.info, self.vocab_size)
-        text = TextStream(self.tokenizer, request.sampling, request.generated_token_ids)
+        # A prefill makes no text, so it need not know where the text stands.
+        prior = () if mode is SubmitMode.PREFILL_ONLY else request.generated_token_ids
+        text = TextStream(self.tokenizer, request.sampling, prior)
         natural_length = None if request.sampling.ignore_eos else self.natural_length
         with self._lock:
             sequence = EngineSequence(

@@ -7,26 +7,9 @@ from tokenizers import Tokenizer
 
 from services.engine.detokenizer import TextStream
 from services.engine.request import SampledToken, SamplingParams, TextGenerated
-from services.engine.sim_model import make_tokenizer
-from tests.unit.engine.tokenizers_of_kinds import byte_fallback, byte_level, unigram
+from tests.unit.engine.tokenizers_of_kinds import KINDS, spell, tokens_of
 
-KINDS = {"bytes": byte_level(), "fallback": byte_fallback(), "unigram": unigram(), "words": make_tokenizer()}
 HALF = "\ufffd"
-
-
-def tokens_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any tokens: half characters, stray bytes, control tokens; whole characters among them."""
-    characters = [_spell(tokenizer, text) for text in ("é", "🏃", "走", "\n", " a")]
-    bytes_of_them = [[token_id] for spelled in characters for token_id in spelled]
-    one = st.integers(0, tokenizer.get_vocab_size() - 1).map(lambda token_id: [token_id])
-    parts = st.lists(st.one_of(one, st.sampled_from([*characters, *bytes_of_them])), max_size=12)
-    return parts.map(lambda parts: [token_id for part in parts for token_id in part])
-
-
-def _spell(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Byte by byte where the tokenizer has a token for each."""
-    spelled = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
-    return tokenizer.encode(text, add_special_tokens=False).ids if None in spelled else spelled
 
 
 def shown_of(
@@ -77,7 +60,7 @@ def test_a_continuation_from_any_delta_shows_the_same(kind: str, choose: st.Data
 @given(text=st.text(alphabet="ab é走🏃\n", max_size=20))
 def test_valid_text_comes_out_whole_and_no_character_in_parts(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]
-    ids = _spell(tokenizer, text)
+    ids = spell(tokenizer, text)
     shown, textless = shown_of(tokenizer, ids, [])
     assert "".join(piece.text for piece in shown) == tokenizer.decode(ids)
     assert HALF not in tokenizer.decode(ids)
@@ -89,7 +72,7 @@ def test_valid_text_comes_out_whole_and_no_character_in_parts(kind: str, text: s
 def test_a_long_run_of_bytes_is_not_held_to_its_end(kind: str, unit: str | None) -> None:
     """Else a reply that repeats a line end for ever would show nothing, and cost more with every token."""
     tokenizer = KINDS[kind]
-    ids = _spell(tokenizer, "a" + unit * 200) if unit else [*_spell(tokenizer, "a"), *([255] * 300)]
+    ids = spell(tokenizer, "a" + unit * 200) if unit else [*spell(tokenizer, "a"), *([255] * 300)]
     stream = TextStream(tokenizer, SamplingParams())
     pieces = [stream.push(SampledToken(token_id)) for token_id in ids]
     named = [token for piece in pieces if piece for token in piece.tokens]
@@ -100,7 +83,7 @@ def test_a_long_run_of_bytes_is_not_held_to_its_end(kind: str, unit: str | None)
 
 def test_a_control_token_within_a_character_does_not_part_it() -> None:
     tokenizer = KINDS["fallback"]
-    first, second = _spell(tokenizer, "é")
+    first, second = spell(tokenizer, "é")
     shown, _ = shown_of(tokenizer, [first, tokenizer.token_to_id("<s>"), second], [])
     assert [piece.text for piece in shown] == ["é"]
 

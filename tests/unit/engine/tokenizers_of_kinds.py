@@ -1,8 +1,11 @@
-"""Small tokenizers of the kinds that models have, for tests of detokenizing."""
+"""Small tokenizers of the kinds that models have, and tokens of theirs, for tests of detokenizing."""
 
 import itertools
 
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from services.engine.sim_model import make_tokenizer
 
 _CONTROL = ("<unk>", "<s>", "</s>")
 LETTERS = "abc"
@@ -60,3 +63,21 @@ def _with_control_tokens(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in _CONTROL])
     tokenizer.add_tokens([AddedToken("<tool>", special=False)])
     return tokenizer
+
+
+def tokens_of(tokenizer: Tokenizer, most_parts: int = 12) -> st.SearchStrategy[list[int]]:
+    """Any tokens: half characters, stray bytes, control tokens; whole characters among them."""
+    characters = [spell(tokenizer, text) for text in ("é", "🏃", "走", "\n", " a")]
+    bytes_of_them = [[token_id] for spelled in characters for token_id in spelled]
+    one = st.integers(0, tokenizer.get_vocab_size() - 1).map(lambda token_id: [token_id])
+    parts = st.lists(st.one_of(one, st.sampled_from([*characters, *bytes_of_them])), max_size=most_parts)
+    return parts.map(lambda parts: [token_id for part in parts for token_id in part])
+
+
+def spell(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Byte by byte where the tokenizer has a token for each."""
+    spelled = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    return tokenizer.encode(text, add_special_tokens=False).ids if None in spelled else spelled
+
+
+KINDS = {"bytes": byte_level(), "fallback": byte_fallback(), "unigram": unigram(), "words": make_tokenizer()}

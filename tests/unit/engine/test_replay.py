@@ -1,0 +1,158 @@
+"""A continuation replays its last few tokens; nothing tells it from one that replayed them all."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.engine.detokenizer import TextStream
+from services.engine.request import SampledToken, SamplingParams, TextGenerated
+from tests.unit.engine.tokenizers_of_kinds import KINDS, spell, tokens_of
+
+NUM_PRIOR = 4000
+
+
+class FullReplay(TextStream):
+    """What the few tokens are measured against."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, prior: Sequence[int]) -> None:
+        super().__init__(tokenizer, sampling)
+        for token_id in prior:
+            self.push(SampledToken(token_id))
+            if self.stopped:
+                break
+        self.take_textless()
+        self._num_exempt = 0
+
+
+class RecordingTokenizer:
+    """Notes what is decoded: how often shows what a replay costs, and with what its context."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.decoded: list[list[int]] = []
+        self.token_to_id = tokenizer.token_to_id
+        self.id_to_token = tokenizer.id_to_token
+        self._decode = tokenizer.decode
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        self.decoded.append([*ids])
+        text: str = self._decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def words_of(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that are letters whatever stands beside them."""
+    names = {name: i for name, i in sorted(tokenizer.get_vocab().items()) if not name.startswith("<")}
+    return [i for i in names.values() if tokenizer.decode([i]).strip().isalpha()]
+
+
+def long_tokens_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Anything, and among it enough plain text to begin a replay in."""
+    plain = st.lists(st.sampled_from(words_of(tokenizer)), min_size=1, max_size=12)
+    parts = st.lists(st.one_of(plain, tokens_of(tokenizer, most_parts=4)), min_size=2, max_size=8)
+    return parts.map(lambda parts: [token_id for part in parts for token_id in part][:60])
+
+
+@st.composite
+def stops_of(draw: st.DrawFn, text: str) -> tuple[str, ...]:
+    """Pieces of the text, most of which come to stand at the end of some cut, and some that never come."""
+    starts = draw(st.lists(st.integers(0, max(0, len(text) - 1)), max_size=2))
+    pieces = [text[start : start + draw(st.integers(1, 20))] for start in starts]
+    return (*filter(None, pieces), *draw(st.sampled_from([(), ("no such string",), ("\ufffd",), ("é",)])))
+
+
+def number_of_first_stop(tokenizer: Tokenizer, sampling: SamplingParams, ids: list[int]) -> int:
+    """Tokens up to the one that completes a stop string; an undisturbed run has none behind it."""
+    stream = TextStream(tokenizer, sampling)
+    for number, token_id in enumerate(ids, start=1):
+        stream.push(SampledToken(token_id))
+        if stream.stopped:
+            return number
+    return len(ids)
+
+
+def check_cut(tokenizer: Tokenizer, sampling: SamplingParams, ids: list[int], cut: int) -> None:
+    """The state is the same: all that is given out afterwards, and all that is decoded for it."""
+    some, all_ = RecordingTokenizer(tokenizer), RecordingTokenizer(tokenizer)
+    stream = TextStream(cast(Tokenizer, some), sampling, ids[:cut])
+    full = FullReplay(cast(Tokenizer, all_), sampling, ids[:cut])
+    assert stream.stopped == full.stopped
+    some.decoded, all_.decoded = [], []
+    assert rest_of(stream, ids[cut:]) == rest_of(full, ids[cut:])
+    assert stream.stopped == full.stopped
+    assert some.decoded == all_.decoded
+
+
+def rest_of(stream: TextStream, ids: list[int]) -> list[TextGenerated | tuple[SampledToken, ...] | None]:
+    """All that a stream gives out, in order."""
+    rest: list[TextGenerated | tuple[SampledToken, ...] | None] = []
+    for token_id in ids:
+        if stream.stopped:
+            break
+        rest.append(stream.push(SampledToken(token_id)))
+    if not stream.stopped:
+        rest.append(stream.flush())
+    return [*rest, stream.take_textless()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(choose=st.data(), include_stop=st.booleans(), min_tokens=st.sampled_from([0, 0, 1, 5, 20, 45]))
+def test_every_cut_goes_on_as_after_a_full_replay(
+    kind: str, choose: st.DataObject, *, include_stop: bool, min_tokens: int
+) -> None:
+    tokenizer = KINDS[kind]
+    ids = choose.draw(long_tokens_of(tokenizer))
+    stops = choose.draw(st.one_of(st.just(()), stops_of(tokenizer.decode(ids))))
+    sampling = SamplingParams(stop=stops, include_stop=include_stop, min_tokens=min_tokens)
+    for cut in range(number_of_first_stop(tokenizer, sampling, ids) + 1):
+        check_cut(tokenizer, sampling, ids, cut)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_broken", range(64, 72))
+def test_a_cut_behind_a_run_that_was_given_out_in_parts(kind: str, num_broken: int) -> None:
+    """Its tokens count for the context's period like all others."""
+    tokenizer = KINDS[kind]
+    word = words_of(tokenizer)[0]
+    ids = [word] * 5 + spell(tokenizer, "\n") * num_broken + [word] * 12
+    for cut in range(len(ids) - 12, len(ids)):
+        check_cut(tokenizer, SamplingParams(), ids, cut)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stops", [(), ("a stop string of thirty letters",)], ids=["no stop", "stop"])
+@pytest.mark.parametrize("spelled", ["", "é🏃走"], ids=["plain", "bytes"])
+def test_what_a_replay_costs_does_not_grow_with_the_reply(
+    kind: str, stops: tuple[str, ...], spelled: str
+) -> None:
+    """Nor where most characters are in bytes, as long as some tokens are whole."""
+    period = [*spell(KINDS[kind], spelled), *words_of(KINDS[kind])[:1]]
+    prior = (period * NUM_PRIOR)[:NUM_PRIOR]
+    tokenizer = RecordingTokenizer(KINDS[kind])
+    TextStream(cast(Tokenizer, tokenizer), SamplingParams(stop=stops), prior)
+    num_whole = 3 + sum(map(len, stops))
+    assert len(tokenizer.decoded) < 4 * len(period) * num_whole + 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_min_tokens_counts_those_that_are_not_replayed(kind: str) -> None:
+    tokenizer = KINDS[kind]
+    word = words_of(tokenizer)[0]
+    sampling = SamplingParams(stop=(tokenizer.decode([word]),), min_tokens=42)
+    stream = TextStream(tokenizer, sampling, [word] * 40)
+    stream.push(SampledToken(word))
+    assert not stream.stopped
+    stream.push(SampledToken(word))
+    assert stream.stopped
+
+
+def test_a_stop_string_well_before_the_end_is_not_looked_for() -> None:
+    """No undisturbed run has tokens behind one."""
+    tokenizer = KINDS["bytes"]
+    sampling = SamplingParams(stop=("cab",))
+    assert TextStream(tokenizer, sampling, spell(tokenizer, "b" * 40 + "cab")).stopped
+    assert not TextStream(tokenizer, sampling, spell(tokenizer, "cab" + "b" * 40)).stopped
