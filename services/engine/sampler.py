@@ -10,14 +10,17 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
 import xxhash
 
 from services.engine.request import NoToken, SampledToken, SamplingParams
-from services.engine.sampling_filters import Floats, TokenIds, Workspace, draw_token, largest, weigh
+from services.engine.sampling_filters import Floats, Workspace, draw_token, largest, weigh
 from services.engine.sampling_penalties import adjust
+
+_value = itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,12 @@ class Sampler:
             num_prompt_tokens=row.num_prompt_tokens,
             end_token_ids=row.end_token_ids,
         )
-        if not math.isfinite(work.look()) or (model is not None and not math.isfinite(model.log_total)):
+        best = work.look()
+        if not math.isfinite(best) or (model is not None and not math.isfinite(model.log_total)):
             return NoToken.REQUEST if math.isfinite(values.max()) else NoToken.LOGITS
         if row.sampling.temperature > 0:
             uniforms = partial(uniform, row.sampling.seed, row.choice_index, row.position)
-            token_id = draw_token(work, row.sampling, uniforms)
+            token_id = draw_token(work, best, row.sampling, uniforms)
         else:
             token_id = int(work.row.argmax())  # the first of the best
         return SampledToken(token_id) if model is None else model.of(token_id, values)
@@ -87,7 +91,7 @@ class _ModelLogprobs:
     """Log-probabilities of the model itself: before bias, penalties and temperature, as OpenAI's."""
 
     log_total: float  # of the softmax's denominator; no number if the logits are none
-    top_ids: TokenIds  # best first
+    top: tuple[tuple[int, float], ...]  # tokens and their log-probabilities, best first
 
     @classmethod
     def read(cls, work: Workspace, num_top: int) -> "_ModelLogprobs":
@@ -95,16 +99,12 @@ class _ModelLogprobs:
         weigh(work.logits, best, 1.0, out=work.weights)
         log_total = best + math.log(np.add.reduce(np.add.reduce(work.weights, axis=0), dtype=np.float64))
         if not num_top:
-            return cls(log_total, np.empty(0, np.int64))
-        top_ids = largest(work, num_top)
-        order = (-work.row.take(top_ids)).argsort(kind="stable")
-        return cls(log_total, top_ids[order[:num_top]])
+            return cls(log_total, ())
+        token_ids = largest(work, num_top)
+        pairs = zip(token_ids.tolist(), work.row.take(token_ids).tolist(), strict=True)
+        best_first = sorted(pairs, key=_value, reverse=True)  # of equal ones the first token leads
+        return cls(log_total, tuple((each, value - log_total) for each, value in best_first[:num_top]))
 
     def of(self, token_id: int, values: Floats) -> SampledToken:
         """The token beside the best ones. Takes the row of logits as the model gave it."""
-        top = zip(self.top_ids.tolist(), values.take(self.top_ids).tolist(), strict=True)
-        return SampledToken(
-            token_id,
-            values.item(token_id) - self.log_total,
-            tuple((each, value - self.log_total) for each, value in top),
-        )
+        return SampledToken(token_id, values.item(token_id) - self.log_total, self.top)

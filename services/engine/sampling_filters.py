@@ -27,7 +27,7 @@ from services.engine.request import SamplingParams
 Floats = npt.NDArray[np.floating]
 TokenIds = npt.NDArray[np.int64]
 
-_NUM_GROUPS = 1024  # a table's columns: sums and maxima down the columns are the cheap ones
+NUM_GROUPS = 512  # a table's columns: sums and maxima down the columns are the cheap ones
 _SMALLEST_TEMPERATURE = 1e-37  # its inverse is still a number in fp32
 _LOG2_E = math.log2(math.e)
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
@@ -54,7 +54,7 @@ class Workspace:
 
     @classmethod
     def empty(cls, vocab_size: int) -> "Workspace":
-        num_groups = min(vocab_size, _NUM_GROUPS)
+        num_groups = min(vocab_size, NUM_GROUPS)
         logits = np.empty((-(-vocab_size // num_groups), num_groups), np.float32)
         logits.reshape(-1)[vocab_size:] = -np.inf
         return cls(
@@ -105,25 +105,29 @@ def weigh(logits: Floats, best: float, temperature: float, *, out: Floats) -> No
     np.exp2(out, out=out)  # numpy's takes two thirds of its exp's time
 
 
-def draw_token(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
-    """A token of the row in `work`, after `look`, whose largest logit is finite; never one of weight zero.
+def draw_token(
+    work: Workspace, best: float, sampling: SamplingParams, uniforms: Callable[[int], float]
+) -> int:
+    """A token of the row in `work`; never one of weight zero.
 
     Few candidates are weighed in fp64. The whole vocabulary is in fp32 with fp64 sums: a relative error
     of 1e-6 in a token's probability, a thousandth of what could be seen in a million draws.
 
     Args:
+        best: the largest logit, as `look` has given it; finite.
         sampling: its temperature is above 0.
         uniforms: from 0, 1, ... to independent numbers in [0, 1); a further one for each rejected draw.
     """
     if not 0 < sampling.top_k < len(work.row):
-        return _draw(work, sampling, uniforms)
+        return _draw(work, best, sampling, uniforms)
     token_ids = largest(work, sampling.top_k)
-    return token_ids.item(_draw_few(work.row.take(token_ids).astype(np.float64), sampling, uniforms))
+    logits = work.row.take(token_ids).astype(np.float64)
+    return token_ids.item(_draw_few(logits, best, sampling, uniforms))
 
 
-def _draw(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
+def _draw(work: Workspace, best: float, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
     logits, weights, better, mask = work.logits, work.weights, work.better, work.mask
-    weigh(logits, np.maximum.reduce(work.maxima), sampling.temperature, out=weights)
+    weigh(logits, best, sampling.temperature, out=weights)
     groups = np.add.reduce(weights, axis=0)
     nucleus = sampling.top_p * np.add.reduce(groups, dtype=np.float64)
     if sampling.min_p > 0:  # a ratio to the best one, which no filter before it has changed
@@ -141,10 +145,10 @@ def _draw(work: Workspace, sampling: SamplingParams, uniforms: Callable[[int], f
     return place
 
 
-def _draw_few(logits: Floats, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
+def _draw_few(logits: Floats, best: float, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
     """The same from few logits (N,) in fp64: a place among them. A table would cost more than it saves."""
     weights = np.empty_like(logits)
-    weigh(logits, np.maximum.reduce(logits), sampling.temperature, out=weights)
+    weigh(logits, best, sampling.temperature, out=weights)
     nucleus = sampling.top_p * np.add.reduce(weights)
     if sampling.min_p > 0:
         weights *= weights >= sampling.min_p

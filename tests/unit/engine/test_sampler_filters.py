@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from services.engine.request import SamplingParams
 from services.engine.sampler import SampleRow, uniform
-from services.engine.sampling_filters import Floats, Workspace, draw_token, largest, weigh
+from services.engine.sampling_filters import NUM_GROUPS, Floats, Workspace, draw_token, largest, weigh
 from tests.unit.engine import naive_sampling as naive
 from tests.unit.engine.sampling import sample
 
 SHAPES = ("normal", "flat", "nearly flat", "peaked", "few values", "barred", "one left")
-VOCAB_SIZES = (1, 2, 50, 63, 1000, 1024, 1025, 5000)
+VOCAB_SIZES = (1, 2, 50, 63, NUM_GROUPS - 1, NUM_GROUPS, NUM_GROUPS + 1, 5000)
 
 
 def logits_of(shape: str, vocab_size: int, seed: int) -> Floats:
@@ -46,6 +46,10 @@ def loaded(logits: Floats) -> Workspace:
     return work
 
 
+def drawn(logits: Floats, sampling: SamplingParams, uniforms: Callable[[int], float]) -> int:
+    return draw_token(loaded(logits), float(logits.max()), sampling, uniforms)
+
+
 class Rejected(Exception):
     """The first token drawn was filtered out."""
 
@@ -62,7 +66,7 @@ def once(value: float) -> Callable[[int], float]:
 def drawn_first(logits: Floats, sampling: SamplingParams, value: float) -> int | None:
     """The token that this uniform number leads to; None if it was filtered out."""
     try:
-        return draw_token(loaded(logits), sampling, once(value))
+        return drawn(logits, sampling, once(value))
     except Rejected:
         return None
 
@@ -86,7 +90,9 @@ def test_keeps_what_a_sort_keeps(
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     pool, above = naive.without_top_p(exact, sampling), naive.mass_above(exact, sampling)
     is_table = not 0 < top_k < vocab_size  # whose draws go column by column
-    order = np.array(sorted(range(vocab_size), key=lambda token: (token % 1024 if is_table else 0, token)))
+    order = np.array(
+        sorted(range(vocab_size), key=lambda token: (token % NUM_GROUPS if is_table else 0, token))
+    )
     middles = np.empty(vocab_size)
     middles[order] = np.cumsum(pool[order]) - pool[order] / 2
     aimed_at = np.flatnonzero(pool > 1e-5)  # the middle of a smaller share is not to be hit in fp32
@@ -95,7 +101,7 @@ def test_keeps_what_a_sort_keeps(
             kept = above[token] < top_p or top_p == 1
             assert drawn_first(logits, sampling, middles[token]) == (token if kept else None)
     for value in (0.0, 1 - 2.0**-53):
-        assert pool[draw_token(loaded(logits), sampling, lambda attempt, value=value: value)] > 0
+        assert pool[drawn(logits, sampling, lambda attempt, value=value: value)] > 0
 
 
 @given(
@@ -166,13 +172,10 @@ def test_extremes_stay_within_the_kept_set(
     logits[logits_of("barred", 1500, seed=1) == -np.inf] = -np.inf
     sampling = SamplingParams(temperature=temperature, **filters)  # type: ignore[arg-type]
     with np.errstate(all="ignore"):
-        drawn = {
-            draw_token(loaded(logits), sampling, lambda attempt, i=i: uniform(i, 0, 0, attempt))
-            for i in range(50)
-        }
-    assert all(np.isfinite(logits[token]) for token in drawn)
+        tokens = {drawn(logits, sampling, lambda attempt, i=i: uniform(i, 0, 0, attempt)) for i in range(50)}
+    assert all(np.isfinite(logits[token]) for token in tokens)
     if scale / temperature > 1e9:
-        assert {logits[token] for token in drawn} == {logits.max()}
+        assert {logits[token] for token in tokens} == {logits.max()}
 
 
 @pytest.mark.parametrize("top_p", [0.95, 0.3, 0.01, 5e-324])
@@ -187,7 +190,7 @@ def test_rejected_draws_come_to_an_end(top_p: float) -> None:
         used = next(attempts)
         return 1 - 2.0**-53
 
-    token = draw_token(loaded(logits), SamplingParams(temperature=1.0, top_p=top_p), worst)
+    token = drawn(logits, SamplingParams(temperature=1.0, top_p=top_p), worst)
     assert naive.mass_above(logits.astype(np.float64), SamplingParams(temperature=1.0))[token] < top_p
     assert used <= 1000
 
@@ -203,4 +206,4 @@ def test_draws_at_the_edges_of_columns_stay_in_the_vocabulary() -> None:
         token = drawn_first(logits, SamplingParams(temperature=1.0), value)
         assert token is not None
         assert token < 5000
-        assert token % 1024 in (column, column + 1)  # the quotient may have been rounded up
+        assert token % NUM_GROUPS in (column, column + 1)  # the quotient may have been rounded up
