@@ -127,6 +127,7 @@ class Figures:
             "bandwidth_fraction_b1": self.bandwidth_fraction(FAST, context),
             "exact_tokens_per_s_ratio_b16": self.ratio(EXACT, decode_tokens_per_s),
             "exact_step_time_ratio_b1": self.ratio(EXACT, step_s),
+            "exact_overhead_b16": self.overhead_b16(EXACT),
             "loop_lag_p99_ms": self.lag_p99_s().scaled(1000),
         }
         return {

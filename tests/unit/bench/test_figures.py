@@ -58,6 +58,7 @@ def test_the_result_line_holds_medians() -> None:
         "bandwidth_fraction_b1": 0.5229,
         "exact_tokens_per_s_ratio_b16": 2.0,
         "exact_step_time_ratio_b1": 0.5,
+        "exact_overhead_b16": 0.1,
         "loop_lag_p99_ms": 2.0,
     }
 
