@@ -76,6 +76,10 @@ class Handoff:
         self._reserved_at = time.monotonic()
         if not self._sequence.awaits_kv:
             return  # a continuation whose tokens already meet an end condition
+        if self._is_nearly_held():
+            self._report.attempts, self._report.target = 1, "local"
+            self._sequence.compute_locally()
+            return
         failures: list[str] = []
         refusal: InvalidRequest | None = None
         for target in self._request.prefill_targets:
@@ -100,6 +104,17 @@ class Handoff:
         if not self._has_first_token:
             self._report.prefill_queue_ms = self._lost_ms(time.monotonic())
         self._sequence.compute_locally()
+
+    def _is_nearly_held(self) -> bool:
+        """Conditional disaggregation: what the prefix cache has left to do is cheaper here than a transfer.
+
+        The last token is always left, and costs what any token of a reply does.
+        """
+        settings = self._worker.settings
+        if settings.local_prefill is LocalPrefill.NEVER:
+            return False
+        num_left = self._sequence.request.num_context_tokens - self._sequence.num_held_tokens
+        return num_left <= max(1, settings.local_prefill_max_tokens)
 
     async def _attempt(self, target: str) -> None:
         self._report.attempts += 1
@@ -153,6 +168,7 @@ class Handoff:
             priority=request.priority,
             cache_salt=request.cache_salt,
             max_page_bytes=self._worker.settings.max_page_bytes,
+            num_held_tokens=self._sequence.num_held_tokens,
         )
 
 

@@ -80,6 +80,11 @@ class Sequence(Protocol):
         ...
 
     @property
+    def num_held_tokens(self) -> int:
+        """First positions that the prefix cache gave a reserved sequence: not to be imported (HANDOFF)."""
+        ...
+
+    @property
     def awaits_kv(self) -> bool:
         """Whether reserved blocks wait to be filled; never of a reply that has ended already."""
         ...

@@ -14,6 +14,7 @@ class KvCoverage:
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:
         self._imported = torch.zeros(num_layers, num_tokens, dtype=torch.bool)
+        self._num_held = 0
 
     @property
     def is_complete(self) -> bool:
@@ -36,6 +37,11 @@ class KvCoverage:
         """Marks a range as imported; `check` it first."""
         self._imported[layer_start:layer_end, token_start:token_end] = True
 
+    def hold(self, num_tokens: int) -> None:
+        """The first tokens are there already, in blocks that others may read: no page may repeat them."""
+        self._num_held = num_tokens
+        self._imported[:, :num_tokens] = True
+
     def reset(self) -> None:
         """Forgets everything imported."""
-        self._imported.zero_()
+        self._imported[:, self._num_held :] = False

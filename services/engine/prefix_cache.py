@@ -82,20 +82,24 @@ class PrefixCache:
         """Whether somebody is computing the block where the match of a sequence ends."""
         return self.awaited(match, sequence) is not None
 
-    def start(self, sequence: EngineSequence, match: PrefixMatch) -> None:
-        """Lets the sequence go on behind a match whose blocks it shares; the rest is its to publish.
+    def take(self, sequence: EngineSequence, match: PrefixMatch) -> None:
+        """Takes over a match whose blocks the sequence shares; what it writes behind is its to publish.
 
         Copies the tail at once: it may be evicted next, or be the very block that it is copied to.
         """
-        if self._copy_block is None:
-            return
         num_shared = len(match.blocks)
         if match.tail is not None:
+            assert self._copy_block is not None
             count = match.num_tokens - num_shared * self._block_size
             self._copy_block(match.tail, sequence.block_table[num_shared], count)
-        sequence.start_after_prefix(match.num_tokens)
         sequence.prefix.num_published_blocks = num_shared
-        for digest in self._context_digests(sequence)[num_shared:]:
+
+    def start(self, sequence: EngineSequence, num_tokens: int) -> None:
+        """The sequence computes what follows the `num_tokens` that it has taken; others may wait for it."""
+        if self._copy_block is None:
+            return
+        sequence.start_after_prefix(num_tokens)
+        for digest in self._context_digests(sequence)[sequence.prefix.num_published_blocks :]:
             author = self._authors.get(digest)
             if author is not None and author.request.priority >= sequence.request.priority:
                 continue

@@ -12,7 +12,7 @@ Knows counts of tokens and blocks, neither tensors nor text.
 
 from bisect import insort
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.engine.block_manager import BlockManager, blocks_for
 from services.engine.errors import QueueFull
@@ -164,13 +164,15 @@ class Scheduler:
         return True
 
     def adopt_prefix(self, sequence: EngineSequence) -> None:
-        """Uses what is cached for a sequence that holds blocks and has computed nothing yet."""
+        """Uses what is cached by now for a sequence that was to import its KV cache."""
         match = self._prefixes.find(sequence)
-        count = len(match.blocks)
-        self.blocks.share(match.blocks)
-        self.blocks.free(sequence.block_table[:count])
-        sequence.block_table[:count] = match.blocks
-        self._prefixes.start(sequence, match)
+        if match.num_tokens > sequence.num_held_tokens:
+            count = len(match.blocks)
+            self.blocks.share(match.blocks)
+            self.blocks.free(sequence.block_table[:count])
+            sequence.block_table[:count] = match.blocks
+            self._prefixes.take(sequence, match)
+        self._prefixes.start(sequence, max(match.num_tokens, sequence.num_held_tokens))
 
     def note_computed(self, sequence: EngineSequence) -> None:
         """Lets others use what the sequence has computed; call whenever `num_computed_tokens` grows."""
@@ -199,16 +201,21 @@ class Scheduler:
         self._prefixes.forget(sequence)
 
     def _find_prefix(self, sequence: EngineSequence) -> PrefixMatch:
-        """Nothing for a waiting sequence that will import its KV cache: it writes into every block."""
-        return self._prefixes.find(sequence) if sequence.computes_locally else PrefixMatch()
+        """What is cached. A sequence that imports the rest waits for nobody who computes it."""
+        match = self._prefixes.find(sequence)
+        return match if sequence.computes_locally else replace(match, missing=None)
 
     def _take_blocks(self, sequence: EngineSequence, match: PrefixMatch) -> None:
         self.blocks.share(match.blocks)
         fresh = self.blocks.allocate(self._blocks_at_admission(sequence) - len(match.blocks))
         sequence.block_table = [*match.blocks, *fresh]
+        self._prefixes.take(sequence, match)
         if sequence.computes_locally:
-            self._prefixes.start(sequence, match)
-        elif sequence.num_tokens % self._block_size:  # what is imported fills a part of its last block
+            self._prefixes.start(sequence, match.num_tokens)
+            return
+        sequence.hold_prefix(match.num_tokens)
+        # An import that fills its last block only in part; a copied tail has cleared the rest already.
+        if match.tail is None and sequence.num_tokens % self._block_size:
             self._clear_block(sequence.block_table[sequence.num_tokens // self._block_size])
 
     def _can_admit(self, sequence: EngineSequence, match: PrefixMatch) -> bool:

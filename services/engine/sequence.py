@@ -68,6 +68,7 @@ class EngineSequence:
         self.block_table: list[int] = []
         self.prefix = SequencePrefix(PrefixDigests(request.cache_salt, host.cache.block_size))
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache
+        self.num_held_tokens = 0  # found there by a sequence that imports the rest
         self.num_once_computed_tokens = 0  # before a preemption; computed again if not found in the cache
         self.was_preempted = False
         self.computes_locally = mode is not SubmitMode.HANDOFF
@@ -271,6 +272,11 @@ class EngineSequence:
         self.num_computed_tokens = 0
         self.computes_locally = True
         self.was_preempted = True
+
+    def hold_prefix(self, num_tokens: int) -> None:
+        """The first `num_tokens` positions are in the block table already and need no import."""
+        self.num_held_tokens = num_tokens
+        self._coverage.hold(num_tokens)
 
     def start_after_prefix(self, num_tokens: int) -> None:
         """The first `num_tokens` positions are in the block table already."""

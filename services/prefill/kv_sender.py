@@ -18,7 +18,11 @@ _MS = 1000.0
 
 
 class KvSender:
-    """The messages of one Prefill call, in the order they should go."""
+    """The messages of one Prefill call, in the order they should go.
+
+    Args:
+        num_held_tokens: first positions, which the receiver has.
+    """
 
     def __init__(
         self,
@@ -26,12 +30,14 @@ class KvSender:
         identity: ModelIdentity,
         transfer_id: str,
         max_page_bytes: int,
+        num_held_tokens: int = 0,
     ) -> None:
         self._sequence = sequence
         self._identity = identity
         self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
         self._transfer_id = transfer_id
         self._max_page_bytes = max_page_bytes
+        self._num_held_tokens = num_held_tokens
         self._pages: deque[kv_page.PageRange] = deque()
         self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
@@ -73,10 +79,9 @@ class KvSender:
         try:
             async for event in self._sequence.events():
                 if isinstance(event, ChunkComputed):
+                    start = max(event.token_start, self._num_held_tokens)
                     self._pages.extend(
-                        kv_page.split(
-                            self._identity, event.token_start, event.token_end, self._max_page_bytes
-                        )
+                        kv_page.split(self._identity, start, event.token_end, self._max_page_bytes)
                     )
                 elif isinstance(event, FirstTokenSampled):
                     self._first_token = event

@@ -53,6 +53,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 identity,
                 request.transfer_id,
                 min(request.max_page_bytes or worker.settings.max_page_bytes, worker.settings.max_page_bytes),
+                request.num_held_tokens,
             )
             async with aclosing(sender.messages()) as messages:
                 async for message in messages:

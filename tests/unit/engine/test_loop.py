@@ -104,6 +104,45 @@ async def test_a_cached_prompt_is_handed_over_whole(llama: Path) -> None:
         assert source.load().prompt_tokens_computed == len(PROMPTS[3]) + 1
 
 
+async def test_what_decode_has_cached_is_not_handed_over(llama: Path) -> None:
+    """A conversation: each prompt is the one before, its reply, and a little more."""
+    async with running_engine(llama) as source, running_engine(llama, block_size=8) as target:
+        prompt, held = PROMPTS[3], []
+        for turn in range(4):
+            (expected,) = generate(llama, [prompt], NUM_TOKENS)
+            sequence = target.submit(make_request(prompt, NUM_TOKENS), SubmitMode.HANDOFF)
+            moving = asyncio.create_task(hand_over(source, target, sequence))
+            tokens = [token.token_id async for event in sequence.events() for token in event.tokens]  # type: ignore[union-attr]
+            await moving
+            held.append(sequence.num_held_tokens)
+            sequence.release()
+            assert tokens == expected
+            prompt = [*prompt, *tokens, 5, 6, 7, 8 + turn]
+        assert held[0] == 0
+        for before, turn_held in enumerate(held[1:]):
+            num_known = len(PROMPTS[3]) + NUM_TOKENS + before * (NUM_TOKENS + 4)
+            assert num_known - 9 < turn_held < num_known
+        assert target.load().prompt_tokens_computed == 0
+        await eventually(lambda: source.load().blocks_used == target.load().blocks_used == 0)
+
+
+async def test_no_page_may_write_what_others_read(llama: Path) -> None:
+    """A worker that lies, or has not heard that decode holds a prefix."""
+    async with running_engine(llama, block_size=8) as engine:
+        await complete(engine, make_request(PROMPTS[3], 2))
+        sequence = engine.submit(make_request(PROMPTS[3], 2), SubmitMode.HANDOFF)
+        await sequence.reserved()
+        assert sequence.num_held_tokens == len(PROMPTS[3]) - 1
+        page = memoryview(bytes(2 * 3 * 1 * 2 * 8 * 4))
+        for _ in range(2):
+            with pytest.raises(InvalidKvPage, match="imported already"):
+                sequence.import_kv(0, 3, 4, 5, page)
+            sequence.reset_kv()
+        sequence.import_kv(0, 3, 32, 33, page)
+        assert sequence.kv_complete
+        sequence.release()
+
+
 async def test_split_equals_generate(llama: Path) -> None:
     expected = generate(llama, PROMPTS, NUM_TOKENS)
     async with (

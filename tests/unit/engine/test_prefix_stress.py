@@ -76,10 +76,10 @@ async def _run(engine: HfEngine, request: EngineRequest, rng: random.Random) -> 
     await asyncio.sleep(rng.random() * 0.1)
     sequence = engine.submit(request, mode)
     try:
-        if mode is SubmitMode.HANDOFF:  # as if no prefill worker had delivered more than the beginning
+        if mode is SubmitMode.HANDOFF:  # as if no prefill worker had delivered more than the first page
             await sequence.reserved()
-            page = memoryview(bytes(BYTES_PER_TOKEN // 3))
-            sequence.import_kv(0, 1, 0, 1, page)
+            page, held = memoryview(bytes(BYTES_PER_TOKEN // 3)), sequence.num_held_tokens
+            sequence.import_kv(0, 1, held, held + 1, page)
             sequence.reset_kv()
             sequence.compute_locally()
         token_ids: list[int] = []

@@ -224,11 +224,49 @@ def test_a_sequence_that_gives_up_importing_uses_what_is_cached() -> None:
     bench.step()
     importing = bench.add(9, HANDOFF, prompt=prompt)
     bench.scheduler.admit()
-    assert importing.num_computed_tokens == 0
+    assert (importing.num_computed_tokens, importing.num_held_tokens) == (0, 8)
     importing.compute_locally()
     assert bench.step() == [("2", 8, 9)]
     importing.release()
     assert bench.scheduler.blocks.num_used == 0
+
+
+def test_a_sequence_that_gives_up_importing_uses_what_came_into_the_cache_meanwhile() -> None:
+    bench = Bench(num_blocks=20)
+    prompt = tuple(range(10, 19))
+    importing = bench.add(9, HANDOFF, prompt=prompt)
+    bench.scheduler.admit()
+    bench.add(9, prompt=prompt, max_tokens=1)
+    bench.step()
+    bench.step()
+    importing.compute_locally()
+    assert bench.step() == [("1", 8, 9)]
+
+
+def test_a_tail_that_is_copied_to_its_own_block_is_not_cleared() -> None:
+    """The cached block is evicted for the very sequence that is to continue it."""
+    bench = Bench(num_blocks=2)
+    prompt = tuple(range(10, 16))
+    bench.add(6, prompt=prompt, max_tokens=1)
+    bench.step()
+    importing = bench.add(6, HANDOFF, prompt=prompt, max_tokens=1)
+    bench.scheduler.admit()
+    assert importing.num_held_tokens == 5
+    assert bench.copied == [(importing.block_table[1], importing.block_table[1], 1)]
+    assert bench.cleared == []
+
+
+def test_what_was_held_stays_held_when_its_blocks_are_distrusted() -> None:
+    bench = Bench(num_blocks=20)
+    prompt = tuple(range(10, 19))
+    author = bench.add(9, prompt=prompt, max_tokens=9)
+    bench.step()
+    bench.step()
+    importing = bench.add(9, HANDOFF, prompt=prompt)
+    bench.scheduler.admit()
+    bench.scheduler.distrust(author)
+    importing.compute_locally()
+    assert ("2", 8, 9) in bench.step(), "it would write into blocks that others read"
 
 
 SIZES = st.tuples(st.integers(1, 14), st.integers(1, 14), st.sampled_from([LOCAL, HANDOFF, PREFILL_ONLY]))
@@ -265,7 +303,8 @@ def _check_blocks(bench: Bench, live: list[EngineSequence]) -> None:
     held = [block for sequence in live for block in sequence.block_table]
     assert len(set(held)) == bench.scheduler.blocks.num_used
     for sequence in live:
-        for block in sequence.block_table[sequence.num_computed_tokens // 4 :]:
+        num_kept = sequence.num_held_tokens if sequence.awaits_kv else sequence.num_computed_tokens
+        for block in sequence.block_table[num_kept // 4 :]:
             assert held.count(block) == 1, "two sequences may write to one block"
         for block in sequence.block_table:
             assert bench.scheduler.blocks.num_holders(block) == held.count(block)

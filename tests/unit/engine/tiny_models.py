@@ -149,7 +149,7 @@ async def hand_over(source: HfEngine, target: HfEngine, sequence: EngineSequence
                 continue
             assert isinstance(event, ChunkComputed)
             for layers in ((0, 2), (2, 3)):
-                for start in range(event.token_start, event.token_end, 13):
+                for start in range(max(event.token_start, sequence.num_held_tokens), event.token_end, 13):
                     where = (*layers, start, min(start + 13, event.token_end))
                     sequence.import_kv(*where, memoryview(reading.export_kv(*where).numpy().tobytes()))
         sequence.join()
