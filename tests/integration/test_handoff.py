@@ -46,6 +46,32 @@ async def test_decode_generates_from_imported_kv_alone(cluster: Cluster) -> None
     assert reply.finished.handoff.num_pages > 1
 
 
+async def test_what_decode_holds_is_not_sent_again(cluster: Cluster) -> None:
+    """The same tenant's second request moves the last token alone; another tenant's everything."""
+    moved, texts = [], set()
+    for salt in ("a", "a", "b"):
+        request = generate_request(prefill_targets=cluster.targets, cache_salt=salt)
+        reply = await collect(cluster.stub.Generate(request))
+        assert reply.finished is not None
+        moved.append(reply.finished.handoff.num_bytes)
+        texts.add(reply.text)
+    assert moved == [moved[0], moved[0] // 100, moved[0]]
+    assert len(texts) == 1
+
+
+async def test_a_prompt_that_decode_holds_whole_is_not_handed_over(lenient: Cluster) -> None:
+    replies = []
+    for _ in range(2):
+        request = generate_request(prefill_targets=lenient.targets)
+        replies.append(await collect(lenient.stub.Generate(request)))
+    moved = [reply.finished.handoff.num_bytes for reply in replies if reply.finished is not None]
+    assert moved[0] > 0
+    assert moved[1] == 0
+    assert lenient.prefill[0].worker.load().prompt_tokens_computed == 100
+    assert replies[0].text == replies[1].text
+    assert lenient.decode[0].worker.load().prompt_tokens_computed == 1
+
+
 async def test_a_prompt_seen_before_is_read_from_the_cache_by_the_same_tenant_only(cluster: Cluster) -> None:
     """The second tenant computes it again: neither its tokens nor its timing tell of the first one's."""
     computed, cached, texts = [], [], set()
