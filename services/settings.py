@@ -33,7 +33,7 @@ class WorkerSettings(ProcessSettings):
     model_name: str = ""  # empty: the folder's name
     engine: EngineKind = EngineKind.HF
     local_prefill: LocalPrefill = LocalPrefill.FALLBACK
-    local_prefill_max_tokens: int = Field(0, ge=0)  # prompts up to this length skip the handoff
+    local_prefill_max_tokens: int = Field(0, ge=0)  # tokens to compute, beyond the cached ones
     kv_memory_mb: int = Field(1024, ge=1)
     block_size: int = Field(16, ge=1, le=1024)
     max_num_seqs: int = Field(32, ge=1)
