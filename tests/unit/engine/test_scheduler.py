@@ -1,5 +1,6 @@
 """Scheduling decisions, without a model: who is let in, what a step runs, who gives way."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -269,33 +270,47 @@ def test_what_was_held_stays_held_when_its_blocks_are_distrusted() -> None:
     assert ("2", 8, 9) in bench.step(), "it would write into blocks that others read"
 
 
-SIZES = st.tuples(st.integers(1, 14), st.integers(1, 14), st.sampled_from([LOCAL, HANDOFF, PREFILL_ONLY]))
+SIZES = st.tuples(
+    st.integers(1, 14),
+    st.integers(1, 14),
+    st.sampled_from([LOCAL, HANDOFF, PREFILL_ONLY]),
+    st.sampled_from([0, 0, 1]),
+)
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.lists(SIZES, min_size=1, max_size=8), st.booleans(), st.randoms(use_true_random=False))
 def test_whatever_comes_and_goes_everybody_ends_and_no_block_is_lost(
-    sizes: list[tuple[int, int, SubmitMode]],
+    sizes: list[tuple[int, int, SubmitMode, int]],
     are_alike: bool,  # noqa: FBT001 - drawn by hypothesis
     choose: SimpleNamespace,
 ) -> None:
     bench = Bench(num_blocks=8)
     live = []
-    for num_tokens, max_tokens, mode in sizes:
+    for num_tokens, max_tokens, mode, priority in sizes:
         prompt = tuple(range(10, 10 + num_tokens)) if are_alike else ()
-        live.append(bench.add(num_tokens, mode, max_tokens=max_tokens, prompt=prompt))
+        live.append(bench.add(num_tokens, mode, priority, max_tokens, prompt))
     for _ in range(400):
         bench.step()
         _check_blocks(bench, live)
         for sequence in live:
             if sequence.state is SequenceState.RESERVED and choose.random() < 0.5:
-                sequence.compute_locally()
+                choose.choice([sequence.compute_locally, sequence.reset_kv, partial(_deliver, sequence)])()
             elif sequence.state is SequenceState.ENDED or choose.random() < 0.02:
                 sequence.release()
         if all(sequence.state is SequenceState.RELEASED for sequence in live):
             break
     assert all(sequence.state is SequenceState.RELEASED for sequence in live), "somebody starves"
     assert bench.scheduler.blocks.num_used == 0
+
+
+def _deliver(sequence: EngineSequence) -> None:
+    """What a prefill worker would send."""
+    start, end = sequence.num_held_tokens, sequence.request.num_context_tokens
+    sequence.reset_kv()
+    sequence.import_kv(0, 1, start, end, memoryview(bytes(8 * (end - start))))
+    sequence.accept_first_token(SampledToken(70))
+    sequence.join()
 
 
 def _check_blocks(bench: Bench, live: list[EngineSequence]) -> None:
