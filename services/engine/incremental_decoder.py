@@ -123,6 +123,8 @@ class IncrementalDecoder:
     def _take_oldest(self) -> TextGenerated | None:
         """The pending tokens up to a border between characters, but the last few."""
         whole = self._whole()
+        if not whole.text:
+            return None  # control tokens, however many: they leave with the next text
         for count in range(len(whole.tokens) - _MOST_HALF - 1, 0, -1):
             first, rest = self._decode(whole.tokens[:count]), self._decode(whole.tokens[count:])
             if first and first + rest == whole.text:

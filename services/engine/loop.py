@@ -175,11 +175,16 @@ class HfEngine(PagedEngine):
     def _take_in(self, outcomes: Sequence[Outcome], started: float, ended: float) -> list[Delivery]:
         """Moves every sequence of the step on; the lock is held."""
         deliveries: list[Delivery] = []
+        bad = [chunk.sequence for chunk, token in outcomes if token is NoToken.LOGITS]
+        # Those who wait for their prefixes would fail next, one a step, as in `_abandon`.
+        followers = self.scheduler.followers(bad) if bad else []
+        for sequence in bad:
+            self.scheduler.distrust(sequence)
+        deliveries += [self._drop(each, NoTokenToChoose(NoToken.LOGITS.value)) for each in followers]
         for chunk, token in outcomes:
             sequence = chunk.sequence
             if isinstance(token, NoToken):
                 log.error("no token to choose", request=sequence.request.request_id, reason=token.value)
-                self.scheduler.distrust(sequence)
                 deliveries.append(self._drop(sequence, NoTokenToChoose(token.value)))
             elif sequence.state is SequenceState.RELEASED:
                 self._remove(sequence)

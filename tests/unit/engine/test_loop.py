@@ -351,6 +351,18 @@ async def test_nothing_but_nan_ends_the_engine(llama: Path, spoil: Callable[[lis
         await asyncio.wait_for(engine.failed(), 10)
 
 
+async def test_choices_of_one_request_whose_logits_are_nan_do_not_end_the_engine(
+    llama: Path, spoil: Callable[[list[int], int], None]
+) -> None:
+    spoil(PROMPTS[3], 0)
+    async with running_engine(llama, runner_type=_Spoiled) as engine:
+        choices = [replace(make_request(PROMPTS[3], 4), choice_index=choice) for choice in range(5)]
+        failures = await asyncio.gather(*(complete(engine, c) for c in choices), return_exceptions=True)
+        assert [type(failure) for failure in failures] == [NoTokenToChoose] * 5
+        assert len((await complete(engine, make_request(PROMPTS[1], 4)))[0]) == 4
+        assert engine.load().blocks_used == 0
+
+
 async def test_requests_that_bar_what_the_model_leaves_end_nothing_but_themselves(llama: Path) -> None:
     """Three on an idle worker: each step's only outcome is that there is no token."""
     async with running_engine(llama, runner_type=_OnlyOneToken) as engine:

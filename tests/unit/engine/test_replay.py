@@ -156,3 +156,14 @@ def test_a_stop_string_well_before_the_end_is_not_looked_for() -> None:
     sampling = SamplingParams(stop=("cab",))
     assert TextStream(tokenizer, sampling, spell(tokenizer, "b" * 40 + "cab")).stopped
     assert not TextStream(tokenizer, sampling, spell(tokenizer, "cab" + "b" * 40)).stopped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_without_text_are_not_searched_for_a_place_to_cut(kind: str) -> None:
+    """End-of-sequence again and again, as a model gives it that may not end: one decoding for each."""
+    end = 10**6  # a model's vocabulary may go beyond its tokenizer's
+    tokenizer = RecordingTokenizer(KINDS[kind])
+    stream = TextStream(cast(Tokenizer, tokenizer), SamplingParams(ignore_eos=True))
+    for _ in range(200):
+        assert stream.push(SampledToken(end)) is None
+    assert len(tokenizer.decoded) < 3 * 200

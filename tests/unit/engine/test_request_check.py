@@ -59,6 +59,7 @@ def check(
         ("stop_token_ids", {"stop_token_ids": (50,)}),
         ("stop", {"stop": ("",)}),
         ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 10**400}),
         ("min_tokens", {"min_tokens": -1}),
         ("top_k", {"top_k": -1}),
         ("logprobs", {"logprobs": -1}),
