@@ -31,9 +31,9 @@ def check_request(request: EngineRequest, mode: SubmitMode, info: EngineInfo, vo
     _check_sampling(request.sampling, vocab_size)
     _check_ends(request.sampling, info, vocab_size)
     num_tokens = request.num_context_tokens
-    # A continuation of the longest reply is complete, and ends before it needs room.
-    is_complete = request.generated_token_ids and mode is not SubmitMode.PREFILL_ONLY
-    if num_tokens >= info.max_model_len and not is_complete:
+    # One that fills the context already is a complete reply, and ends before it needs room.
+    is_continuation = request.generated_token_ids and mode is not SubmitMode.PREFILL_ONLY
+    if num_tokens >= info.max_model_len and not is_continuation:
         raise PromptTooLong(
             "prompt_token_ids",
             f"{num_tokens} tokens leave no room for a reply within the model's {info.max_model_len}",
