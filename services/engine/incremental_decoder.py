@@ -22,6 +22,8 @@ _MOST_PENDING = 64  # tokens that wait for their end; bounds what a run of broke
 _MOST_HALF = 3  # tokens of a character whose last byte is missing
 _CONTEXT_PERIOD = 4  # tokens after which the context starts anew
 
+_Group = tuple[SampledToken, ...]  # one that may have text, behind those before it that have none
+
 
 class IncrementalDecoder:
     """The text of one sequence."""
@@ -33,14 +35,16 @@ class IncrementalDecoder:
         self._context_length = 0  # characters
         self._context_period = 0  # the one that the context's last token ends in
         self._num_taken = 0  # tokens given out or skipped
-        self._pending: list[SampledToken] = []
+        self._pending: list[_Group] = []
         self._pending_text = ""
         self._is_in_run = False
+        self._textless: list[SampledToken] = []  # behind the pending ones
+        self._textless_ids: set[int] = set()  # as far as seen
 
     @property
     def text_if_ended(self) -> str:
         """Text of the pending tokens as `flush` would give it now; a later token may change it."""
-        return self._whole().text if self._pending else ""
+        return self._whole()[1] if self._pending_text else ""
 
     def skip(self, token_ids: Sequence[int], num_characters: int) -> int:
         """Passes over tokens of the past and returns how many. Only before the first `push`.
@@ -52,7 +56,8 @@ class IncrementalDecoder:
         last_period: int | None = None
         num_between = 0
         for place in reversed(range(len(token_ids))):
-            if not (text := self._text_if_whole(token_ids[place])):
+            token_id = token_ids[place]
+            if token_id in self._textless_ids or not (text := self._text_if_whole(token_id)):
                 continue
             period = (place + 1) // _CONTEXT_PERIOD
             if last_period is None:
@@ -65,37 +70,51 @@ class IncrementalDecoder:
         return 0
 
     def push(self, token: SampledToken) -> TextGenerated | None:
-        """Takes the next token; returns what has become certain."""
-        self._pending.append(token)
-        before, self._pending_text = self._pending_text, self._decode(self._pending)
+        """Takes the next token; returns what has become certain.
+
+        Tokens without text change nothing, however many there are: they leave with the next text.
+        """
+        if token.token_id in self._textless_ids:
+            self._textless.append(token)
+            return None
+        before = self._pending_text
+        self._pending.append((*self._textless, token))
+        self._pending_text = self._decode(self._pending)
         if self._is_byte(token.token_id):
             self._is_in_run = True
-        elif self._pending_text != before:  # control tokens have no text and end no run
+        elif self._pending_text != before:
             self._is_in_run = False
+        elif self._is_textless(token.token_id):
+            self._pending.pop()
+            self._textless.append(token)
+            return None
+        self._textless = []
         if self._pending_text and not self._is_in_run and not self._pending_text.endswith(_REPLACEMENT):
-            unit = TextGenerated(self._pending_text, tuple(self._pending))
-            self._pending, self._pending_text = [], ""
-            self._num_taken += len(unit.tokens)
+            unit = self._take(len(self._pending), self._pending_text)
             self._move_context(unit)
             return unit
         return self._take_oldest() if len(self._pending) > _MOST_PENDING else None
 
     def flush(self) -> TextGenerated | None:
         """No more tokens come: all that is pending, but for half a character at the end."""
-        whole = self._whole()
-        return self._take(len(whole.tokens), whole.text) if whole.text else None
+        count, text = self._whole()
+        return self._take(count, text) if text else None
 
     def take_pending(self) -> tuple[SampledToken, ...]:
         """The tokens without text; they are forgotten."""
-        return self._take(len(self._pending), "").tokens
+        tokens = (*self._take(len(self._pending), "").tokens, *self._textless)
+        self._num_taken += len(self._textless)
+        self._textless = []
+        return tokens
 
     def _take(self, count: int, text: str) -> TextGenerated:
-        """Of the pending tokens, the first ones; the context stays, for the rest may be of the same run."""
+        """Of the pending groups, the first ones; the context stays, for the rest may be of the same run."""
         taken, self._pending = self._pending[:count], self._pending[count:]
-        self._num_taken += count
+        tokens = tuple(token for group in taken for token in group)
+        self._num_taken += len(tokens)
         self._pending_text = self._decode(self._pending)
         self._is_in_run = self._is_in_run and bool(self._pending)
-        return TextGenerated(text, tuple(taken))
+        return TextGenerated(text, tokens)
 
     def _move_context(self, unit: TextGenerated) -> None:
         token_ids = [token.token_id for token in unit.tokens]
@@ -107,35 +126,36 @@ class IncrementalDecoder:
             self._context = token_ids
             self._context_length = len(self._decode_ids(token_ids))
 
-    def _whole(self) -> TextGenerated:
-        """The pending tokens without those of half a character at the end; text may be empty."""
+    def _whole(self) -> tuple[int, str]:
+        """How many pending groups there are without those of half a character at the end, and their text.
+
+        The text may be empty.
+        """
         count, text = len(self._pending), self._pending_text
         fewest = max(0, count - _MOST_HALF)
         while text.endswith(_REPLACEMENT) and count > fewest:
             count -= 1
             text = self._decode(self._pending[:count])
         if text.endswith(_REPLACEMENT):  # more is broken than half a character
-            return TextGenerated(self._pending_text, tuple(self._pending))
+            return len(self._pending), self._pending_text
         if not text:  # the half may share a token with whole ones
-            return TextGenerated(self._pending_text.rstrip(_REPLACEMENT), tuple(self._pending))
-        return TextGenerated(text, tuple(self._pending[:count]))
+            return len(self._pending), self._pending_text.rstrip(_REPLACEMENT)
+        return count, text
 
     def _take_oldest(self) -> TextGenerated | None:
-        """The pending tokens up to a border between characters, but the last few."""
-        whole = self._whole()
-        if not whole.text:
-            return None  # control tokens, however many: they leave with the next text
-        for count in range(len(whole.tokens) - _MOST_HALF - 1, 0, -1):
-            first, rest = self._decode(whole.tokens[:count]), self._decode(whole.tokens[count:])
-            if first and first + rest == whole.text:
+        """The pending groups up to a border between characters, but the last few."""
+        num_whole, text = self._whole()
+        for count in range(num_whole - _MOST_HALF - 1, 0, -1):
+            first, rest = self._decode(self._pending[:count]), self._decode(self._pending[count:num_whole])
+            if first and first + rest == text:
                 return self._take(count, first)
         return None
 
-    def _decode(self, tokens: Sequence[SampledToken]) -> str:
-        """Text of tokens that follow the context."""
-        if not tokens:
+    def _decode(self, groups: Sequence[_Group]) -> str:
+        """Text of groups that follow the context."""
+        if not groups:
             return ""
-        ids = [*self._context, *(token.token_id for token in tokens)]
+        ids = [*self._context, *(group[-1].token_id for group in groups)]
         return self._decode_ids(ids)[self._context_length :]
 
     def _decode_ids(self, token_ids: Sequence[int]) -> str:
@@ -145,7 +165,18 @@ class IncrementalDecoder:
     def _text_if_whole(self, token_id: int) -> str:
         """Text of a token that is certain at once, whatever comes before and after; else empty."""
         text = self._decode_ids([token_id])
+        if not text and self._is_textless(token_id):
+            return ""
         return "" if _REPLACEMENT in text or self._is_byte(token_id) else text
+
+    def _is_textless(self, token_id: int) -> bool:
+        """Whether it has no text anywhere: a control token, or one that the tokenizer does not know.
+
+        A lone space at the beginning of a text may have none there.
+        """
+        if not self._decode_ids([token_id, token_id]):
+            self._textless_ids.add(token_id)
+        return token_id in self._textless_ids
 
     def _is_byte(self, token_id: int) -> bool:
         name = self._tokenizer.id_to_token(token_id) if self._has_byte_tokens else None

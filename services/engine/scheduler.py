@@ -1,9 +1,9 @@
 """Which sequences hold blocks, and which tokens the next step runs.
 
 Invariants:
-- running sequences never wait for reservations: those not yet filled take at most half the pool, or one
-  takes more and nobody else holds blocks;
-- a sequence ahead of another is never preempted for it, so the first one always makes progress;
+- a sequence ahead of another is never preempted for it, so the first one that runs makes progress, unless
+  it is reservations that have what it needs: it waits for these, and they are filled or given up;
+- reservations together take at most half the pool, or there is only one;
 - a preempted sequence re-enters before new ones; its tokens stand and are computed again;
 - a block that a sequence writes to is its own: what the prefix cache gives is shared whole or copied.
 
@@ -11,7 +11,7 @@ Knows counts of tokens and blocks, neither tensors nor text.
 """
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from services.engine.block_manager import BlockManager, blocks_for
@@ -72,54 +72,59 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._prefill_chunk = prefill_chunk
         self._waiting: list[EngineSequence] = []  # best first
-        self._holding: list[EngineSequence] = []  # every sequence with blocks, best first
+        self._admitted: list[EngineSequence] = []  # every sequence with blocks, best first
 
     @property
     def num_running(self) -> int:
-        return sum(sequence.state is SequenceState.RUNNING for sequence in self._holding)
+        return sum(sequence.state is SequenceState.RUNNING for sequence in self._admitted)
 
     @property
     def num_waiting(self) -> int:
         """Queued, and reserved but not yet joined."""
-        reserved = sum(sequence.state is SequenceState.RESERVED for sequence in self._holding)
+        reserved = sum(sequence.state is SequenceState.RESERVED for sequence in self._admitted)
         return len(self._waiting) + reserved
 
     @property
     def has_runnable(self) -> bool:
-        return any(sequence.state is SequenceState.RUNNING for sequence in self._holding)
+        return any(sequence.state is SequenceState.RUNNING for sequence in self._admitted)
 
     def add(self, sequence: EngineSequence) -> None:
         """Queues a new sequence. Raises QueueFull."""
-        if len(self._waiting) >= self._max_queue_len and not self._can_admit_next_to(sequence):
+        if len(self._waiting) >= self._max_queue_len and not self._would_be_admitted(sequence):
             raise QueueFull(f"no room now, and {len(self._waiting)} requests wait already; try again later")
         insort(self._waiting, sequence, key=_rank)
 
     def admit(self) -> list[EngineSequence]:
         """Gives blocks to waiting sequences, in order, as long as the first one fits.
 
-        Two kinds wait without holding up those behind them. One whose prefix somebody of no lower priority
-        is computing right now waits for it rather than compute it again. And one that is to reserve blocks
-        while others have reserved their share waits for these, as do all that are to reserve after it.
+        One whose prefix somebody of no lower priority is computing right now waits for it rather than
+        compute it again, and holds up nobody.
         """
         admitted = []
-        may_reserve = True
-        for sequence in tuple(self._waiting):
-            if not sequence.computes_locally and not may_reserve:
-                continue
-            match = self._find_prefix(sequence)
+        for sequence, match in self._in_line(tuple(self._waiting)):
             if self._prefixes.is_coming(match, sequence):
                 continue
-            if self._waits_for_reservations(sequence):
-                may_reserve = False
-                continue
-            if not self._can_admit(sequence, match):
+            if not self._fits(sequence, match):
                 break
             self._waiting.remove(sequence)
             self._take_blocks(sequence, match)
             sequence.state = SequenceState.RUNNING if sequence.computes_locally else SequenceState.RESERVED
-            insort(self._holding, sequence, key=_rank)
+            insort(self._admitted, sequence, key=_rank)
             admitted.append(sequence)
         return admitted
+
+    def _in_line(self, waiting: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PrefixMatch]]:
+        """Those who do not wait for others' reservations, and what the cache holds for each.
+
+        One that is to reserve blocks while others have reserved their share holds up only those that are
+        to reserve after it.
+        """
+        may_reserve = True
+        for sequence in waiting:
+            if not sequence.computes_locally:
+                may_reserve = may_reserve and self._may_reserve(sequence)
+            if sequence.computes_locally or may_reserve:
+                yield sequence, self._find_prefix(sequence)
 
     def followers(self, authors: Collection[EngineSequence]) -> list[EngineSequence]:
         """Those who wait for a prefix that one of the authors is computing."""
@@ -144,7 +149,7 @@ class Scheduler:
 
     def _running(self) -> Iterator[EngineSequence]:
         """In order; without those that are preempted meanwhile."""
-        for sequence in tuple(self._holding):
+        for sequence in tuple(self._admitted):
             if sequence.state is SequenceState.RUNNING:
                 yield sequence
 
@@ -157,7 +162,7 @@ class Scheduler:
             if self.blocks.can_allocate(1):
                 sequence.block_table += self.blocks.allocate(1)
                 continue
-            victim = next(other for other in reversed(self._holding) if other.is_preemptible)
+            victim = next(other for other in reversed(self._admitted) if other.is_preemptible)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -186,7 +191,7 @@ class Scheduler:
         """Forgets a sequence and frees its blocks; nothing if it is not here."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        if sequence in self._holding:
+        if sequence in self._admitted:
             self._let_go(sequence)
 
     def _preempt(self, victim: EngineSequence) -> None:
@@ -195,7 +200,7 @@ class Scheduler:
         insort(self._waiting, victim, key=_rank)
 
     def _let_go(self, sequence: EngineSequence) -> None:
-        self._holding.remove(sequence)
+        self._admitted.remove(sequence)
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
         self._prefixes.forget(sequence)
@@ -218,44 +223,31 @@ class Scheduler:
         if match.tail is None and sequence.num_tokens % self._block_size:
             self._clear_block(sequence.block_table[sequence.num_tokens // self._block_size])
 
-    def _can_admit(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
-        if len(self._holding) >= self._max_num_seqs or self._num_reserved_blocks > self._most_reserved_blocks:
+    def _fits(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
+        if len(self._admitted) >= self._max_num_seqs:
             return False
-        needed = self._blocks_at_admission(sequence)
-        if not self.blocks.can_allocate(needed - len(match.blocks), sharing=match.blocks):
-            return False
-        return sequence.computes_locally or needed <= self._most_reserved_blocks or not self._holding
+        fresh = self._blocks_at_admission(sequence) - len(match.blocks)
+        return self.blocks.can_allocate(fresh, sharing=match.blocks)
 
-    def _waits_for_reservations(self, sequence: EngineSequence) -> bool:
-        """Whether it is to reserve blocks, and only with those of others these would be too many."""
-        if sequence.computes_locally:
-            return False
-        needed = self._blocks_at_admission(sequence)
-        return needed <= self._most_reserved_blocks < self._num_reserved_blocks + needed
+    def _may_reserve(self, sequence: EngineSequence) -> bool:
+        """Alone it may take what it needs, beside others only what is left of half the pool."""
+        reserved = [s for s in self._admitted if s.state is SequenceState.RESERVED]
+        share_left = self.blocks.num_blocks // 2 - sum(len(s.block_table) for s in reserved)
+        return not reserved or self._blocks_at_admission(sequence) <= share_left
 
-    @property
-    def _most_reserved_blocks(self) -> int:
-        return self.blocks.num_blocks // 2
+    def _would_be_admitted(self, sequence: EngineSequence) -> bool:
+        """Whether it would get its blocks at once, or as soon as its prefix is there.
 
-    @property
-    def _num_reserved_blocks(self) -> int:
-        return sum(
-            len(sequence.block_table)
-            for sequence in self._holding
-            if sequence.state is SequenceState.RESERVED
-        )
-
-    def _can_admit_next_to(self, sequence: EngineSequence) -> bool:
-        """Whether it would be admitted at once: then a queue of length zero is no obstacle.
-
-        Those who wait only for somebody's prefix hold nobody up, as long as there is a place for each.
+        Then a queue of length zero is no obstacle; but there must be a place for each who waits already.
         """
-        if len(self._holding) + len(self._waiting) >= self._max_num_seqs:
+        if len(self._admitted) + len(self._waiting) >= self._max_num_seqs:
             return False
-        are_followers = (self._prefixes.is_coming(self._find_prefix(other), other) for other in self._waiting)
-        if not all(are_followers) or self._waits_for_reservations(sequence):
-            return False
-        return self._can_admit(sequence, self._find_prefix(sequence))
+        for other, match in self._in_line(sorted((*self._waiting, sequence), key=_rank)):
+            if other is sequence:
+                return self._fits(sequence, match)
+            if not self._prefixes.is_coming(match, other):
+                return False
+        return False
 
     def _blocks_at_admission(self, sequence: EngineSequence) -> int:
         """The context's blocks and one more, but never more than the sequence can ever fill."""

@@ -91,19 +91,46 @@ def test_reservations_take_at_most_half_the_pool() -> None:
     assert states == [SequenceState.RESERVED, SequenceState.RESERVED, SequenceState.WAITING]
 
 
-def test_a_reservation_above_half_the_pool_is_let_in_alone() -> None:
-    bench = Bench(num_blocks=8)
-    before = bench.add(3, max_tokens=3)
+def test_a_reservation_above_half_the_pool_is_the_only_one_and_holds_up_nobody_who_computes_here() -> None:
+    bench = Bench(num_blocks=64)
+    bench.add(4, max_tokens=100)
+    small = bench.add(4, HANDOFF, max_tokens=1)
     bench.step()
-    large, after = bench.add(22, HANDOFF, max_tokens=2), bench.add(3, max_tokens=1)
+    large, later = bench.add(140, HANDOFF, max_tokens=1), bench.add(4, HANDOFF, max_tokens=1)
     bench.step()
-    assert (large.state, after.state) == (SequenceState.WAITING, SequenceState.WAITING)
-    while before.state is SequenceState.RUNNING:
+    assert (large.state, later.state) == (SequenceState.WAITING, SequenceState.WAITING)
+    small.release()
+    here = [bench.add(4, max_tokens=1) for _ in range(3)]
+    for _ in range(4):
         bench.step()
-    bench.step()
-    assert (large.state, after.state) == (SequenceState.RESERVED, SequenceState.WAITING)
+    assert (large.state, later.state) == (SequenceState.RESERVED, SequenceState.WAITING)
+    assert {sequence.state for sequence in here} == {SequenceState.ENDED}
     large.compute_locally()
-    assert ("3", 0, 3) in bench.step()
+    bench.step()
+    assert later.state is SequenceState.RESERVED
+
+
+def test_who_outgrows_what_reservations_leave_waits_for_them_and_goes_on() -> None:
+    bench = Bench(num_blocks=8)
+    reserved = bench.add(14, HANDOFF, max_tokens=1)
+    growing = bench.add(4, max_tokens=24)
+    while not growing.was_preempted:
+        assert bench.step() or growing.was_preempted, "no progress"
+    assert bench.step() == [], "it took blocks that are waiting for pages"
+    reserved.release()
+    assert bench.step() == [("2", 16, 17)], "what it had computed was in the cache"
+
+
+def test_a_full_queue_of_those_that_wait_for_reservations_takes_who_fits() -> None:
+    bench = Bench(num_blocks=16, max_queue_len=1)
+    bench.add(20, HANDOFF)
+    bench.scheduler.admit()
+    bench.add(12, HANDOFF)
+    here = bench.add(3)
+    bench.scheduler.admit()
+    assert here.state is SequenceState.RUNNING
+    with pytest.raises(QueueFull):
+        bench.add(3, HANDOFF)
 
 
 def test_who_waits_to_reserve_blocks_holds_up_nobody_who_computes_here() -> None:
