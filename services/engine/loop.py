@@ -174,17 +174,15 @@ class HfEngine(PagedEngine):
 
     def _take_in(self, outcomes: Sequence[Outcome], started: float, ended: float) -> list[Delivery]:
         """Moves every sequence of the step on; the lock is held."""
-        deliveries: list[Delivery] = []
         bad = [chunk.sequence for chunk, token in outcomes if token is NoToken.LOGITS]
-        # Those who wait for their prefixes would fail next, one a step, as in `_abandon`.
-        followers = self.scheduler.followers(bad) if bad else []
         for sequence in bad:
             self.scheduler.distrust(sequence)
-        deliveries += [self._drop(each, NoTokenToChoose(NoToken.LOGITS.value)) for each in followers]
+        deliveries = self._drop_with_equals(bad, NoTokenToChoose(NoToken.LOGITS.value))
         for chunk, token in outcomes:
             sequence = chunk.sequence
-            if isinstance(token, NoToken):
+            if token is NoToken.LOGITS:
                 log.error("no token to choose", request=sequence.request.request_id, reason=token.value)
+            elif token is NoToken.REQUEST:
                 deliveries.append(self._drop(sequence, NoTokenToChoose(token.value)))
             elif sequence.state is SequenceState.RELEASED:
                 self._remove(sequence)
@@ -195,15 +193,18 @@ class HfEngine(PagedEngine):
         return deliveries
 
     def _abandon(self, chunks: Sequence[ScheduledChunk], failure: EngineError) -> list[Delivery]:
-        """Drops the step's sequences, and those that wait for their prefixes.
+        """Drops the sequences of a step that gave nothing."""
+        with self._work:
+            self._in_flight = set()
+            return self._drop_with_equals([chunk.sequence for chunk in chunks], failure)
+
+    def _drop_with_equals(self, sequences: list[EngineSequence], failure: EngineError) -> list[Delivery]:
+        """Ends sequences with an error, and those that wait to share all of their context.
 
         These would fail next, one a step: the choices of one bad request would look like a bad engine.
         """
-        with self._work:
-            self._in_flight = set()
-            sequences = [chunk.sequence for chunk in chunks]
-            sequences += self.scheduler.followers(sequences)
-            return [self._drop(sequence, failure) for sequence in sequences]
+        equals = self.scheduler.equals_of(sequences) if sequences else []
+        return [self._drop(sequence, failure) for sequence in (*sequences, *equals)]
 
     def _drop(self, sequence: EngineSequence, failure: EngineError) -> Delivery:
         """Ends a sequence with an error; the lock is held."""
@@ -234,16 +235,15 @@ class HfEngine(PagedEngine):
 
 
 def _count_failed(num_failed: int, outcomes: Sequence[Outcome]) -> int:
-    """Failed steps in a row, after one that gave these outcomes.
+    """Failed steps in a row, of those that sampled, after one that gave these outcomes.
 
     One sequence whose logits are no numbers may be at fault itself. Where there are no others, it may be the
-    weights: such a step has failed. One that sampled nothing, or nothing the model is to blame for, says
-    nothing about the engine.
+    weights: such a step has failed. One that sampled nothing says nothing about the engine.
     """
-    tokens = [outcome.token for outcome in outcomes]
-    if any(isinstance(token, SampledToken) for token in tokens):
-        return 0
-    return num_failed + 1 if NoToken.LOGITS in tokens else num_failed
+    tokens = [outcome.token for outcome in outcomes if outcome.token is not None]
+    if not tokens:
+        return num_failed
+    return num_failed + 1 if all(token is NoToken.LOGITS for token in tokens) else 0
 
 
 def _detokenized_s(chunks: Sequence[ScheduledChunk]) -> float:

@@ -61,8 +61,12 @@ class EngineRequest:
     cache_salt: str = ""
 
     @property
-    def num_context_tokens(self) -> int:
+    def context(self) -> tuple[int, ...]:
         """Tokens that must be in the KV cache before the next one can be sampled."""
+        return self.prompt_token_ids + self.generated_token_ids
+
+    @property
+    def num_context_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.generated_token_ids)
 
     def most_positions(self, max_model_len: int) -> int:

@@ -126,12 +126,14 @@ class Scheduler:
             if sequence.computes_locally or may_reserve:
                 yield sequence, self._find_prefix(sequence)
 
-    def followers(self, authors: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Those who wait for a prefix that one of the authors is computing."""
+    def equals_of(self, authors: Collection[EngineSequence]) -> list[EngineSequence]:
+        """Those who wait until one of the authors has computed the whole context that is theirs too."""
         return [
             sequence
             for sequence in self._waiting
-            if self._prefixes.awaited(self._find_prefix(sequence), sequence) in authors
+            if (author := self._prefixes.awaited(self._find_prefix(sequence), sequence)) in authors
+            and author is not None
+            and author.request.context == sequence.request.context
         ]
 
     def schedule(self) -> list[ScheduledChunk]:

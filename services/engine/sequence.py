@@ -1,11 +1,10 @@
 """One submitted request: its tokens, its progress, its blocks and its events.
 
 The public methods are `interface.Sequence` and run on the event loop; what the engine's thread calls
-is named so. Both hold the host's lock while they touch anything but the queue of events.
+is named so. Both hold the host's lock while they touch anything but the events.
 Knows nothing of how tokens are computed.
 """
 
-import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -28,6 +27,7 @@ from services.engine.request import (
     SequenceTimings,
     SubmitMode,
 )
+from services.engine.sequence_events import SequenceEvents
 from services.engine.sequence_host import SequenceHost
 
 
@@ -84,9 +84,7 @@ class EngineSequence:
             natural_length=natural_length,
         )
         self._coverage = KvCoverage(host.cache.layout.num_layers, request.num_context_tokens)
-        self._events: asyncio.Queue[SequenceEvent | EngineError] = asyncio.Queue()
-        self._reserved = asyncio.Event()
-        self._failure: EngineError | None = None
+        self._events = SequenceEvents()
 
     # Derived
 
@@ -132,25 +130,17 @@ class EngineSequence:
 
     # On the event loop
 
-    async def events(self) -> AsyncIterator[SequenceEvent]:
-        while True:
-            event = await self._events.get()
-            if isinstance(event, EngineError):
-                raise event
-            yield event
-            if isinstance(event, SequenceFinished | FirstTokenSampled):
-                return
+    def events(self) -> AsyncIterator[SequenceEvent]:
+        return self._events.iterate()
 
     async def reserved(self) -> None:
-        await self._reserved.wait()
-        if self._failure is not None:
-            raise self._failure
+        await self._events.reserved()
 
     def accept_first_token(self, token: SampledToken) -> None:
         with self._host.lock():
             if self.state is SequenceState.RELEASED:
                 raise SequenceReleased(self.request.request_id)
-            if self.state is SequenceState.RUNNING:  # a step in progress would mistake it for its own
+            if self.computes_locally:  # a step in progress would mistake it for its own
                 raise ValueError("the sequence is computed here and takes no first token")
             if self.num_tokens != self.request.num_context_tokens:
                 raise ValueError("the first token has been accepted already")
@@ -223,14 +213,11 @@ class EngineSequence:
 
     def post(self, events: Iterable[SequenceEvent]) -> None:
         """Delivers events to whoever iterates."""
-        for event in events:
-            self._events.put_nowait(event)
+        self._events.post(events)
 
     def fail(self, error: EngineError) -> None:
         """Ends the iteration with an error, after what was posted before."""
-        self._failure = error
-        self._events.put_nowait(error)
-        self._reserved.set()
+        self._events.fail(error)
 
     def announce_reserved(self) -> None:
         """Blocks are held (or none are needed): wakes `reserved`."""
@@ -238,7 +225,7 @@ class EngineSequence:
             self.timings.queue_s = time.monotonic() - self.submitted_at
         if self.mode is SubmitMode.PREFILL_ONLY and self.num_cached_tokens:
             self.post([ChunkComputed(0, self.num_cached_tokens)])
-        self._reserved.set()
+        self._events.announce_reserved()
 
     # With the lock held, in the engine's thread too
 

@@ -13,13 +13,14 @@ from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped, InvalidKvPage, NoTokenToChoose, SequenceReleased
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
-from services.engine.request import SampledToken, SubmitMode
+from services.engine.request import NoToken, SampledToken, SubmitMode
 from services.engine.scheduler import ScheduledChunk
 from tests.unit.engine.tiny_models import (
     complete,
     generate,
     hand_over,
     make_request,
+    read_out,
     running_engine,
     save_model,
 )
@@ -363,6 +364,22 @@ async def test_choices_of_one_request_whose_logits_are_nan_do_not_end_the_engine
         assert engine.load().blocks_used == 0
 
 
+async def test_who_shares_only_the_beginning_with_a_sequence_that_fails_goes_on(
+    llama: Path, spoil: Callable[[list[int], int], None]
+) -> None:
+    prompt, other = PROMPTS[4], [*PROMPTS[4][:40], 5, 6, 7]
+    (expected,) = generate(llama, [other], NUM_TOKENS)
+    spoil(prompt, 60)
+    async with running_engine(llama, runner_type=_Spoiled, prefill_chunk=70, block_size=8) as engine:
+        with engine.lock():  # both come before the first step
+            replies = [
+                engine.submit(make_request(each, NUM_TOKENS), SubmitMode.LOCAL) for each in (prompt, other)
+            ]
+        with pytest.raises(NoTokenToChoose):
+            await read_out(replies[0])
+        assert (await read_out(replies[1]))[0] == expected
+
+
 async def test_requests_that_bar_what_the_model_leaves_end_nothing_but_themselves(llama: Path) -> None:
     """Three on an idle worker: each step's only outcome is that there is no token."""
     async with running_engine(llama, runner_type=_OnlyOneToken) as engine:
@@ -380,6 +397,33 @@ class _OnlyOneToken(ModelRunner):
         logits = torch.full_like(super().forward(chunks), -torch.inf)
         logits[:, 5] = 1.0
         return logits
+
+
+class _OnlyOneTokenOrNone(_OnlyOneToken):
+    """And gives one prompt none at all."""
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+        logits = super().forward(chunks)
+        sampling = [chunk for chunk in chunks if chunk.samples]
+        for row, chunk in zip(logits, sampling, strict=True):
+            if chunk.sequence.request.prompt_token_ids == tuple(PROMPTS[2]):
+                row.fill_(torch.nan)
+        return logits
+
+
+async def test_a_step_may_fail_one_for_its_logits_and_another_for_its_request(llama: Path) -> None:
+    requests = [
+        make_request(PROMPTS[2], 4),
+        make_request(PROMPTS[1], 4, stop_token_ids=(5,), ignore_eos=True),
+        make_request(PROMPTS[3], 4),
+    ]
+    async with running_engine(llama, runner_type=_OnlyOneTokenOrNone) as engine:
+        with engine.lock():  # all of them come before the first step
+            sequences = [engine.submit(request, SubmitMode.LOCAL) for request in requests]
+        replies = await asyncio.gather(*map(read_out, sequences), return_exceptions=True)
+        assert [str(failure) for failure in replies[:2]] == [NoToken.LOGITS.value, NoToken.REQUEST.value]
+        assert replies[2][0] == [5] * 4  # type: ignore[index]
 
 
 async def test_a_small_pool_bounds_the_context_that_is_offered(llama: Path) -> None:

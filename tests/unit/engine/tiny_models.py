@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.engine import interface
 from services.engine.config import EngineConfig
-from services.engine.interface import Engine
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
 from services.engine.request import (
@@ -123,10 +123,14 @@ def make_request(prompt: Sequence[int], num_tokens: int, **changes: Any) -> Engi
 
 
 async def complete(
-    engine: Engine, request: EngineRequest, mode: SubmitMode = SubmitMode.LOCAL
+    engine: interface.Engine, request: EngineRequest, mode: SubmitMode = SubmitMode.LOCAL
 ) -> tuple[list[int], str]:
     """Runs a request to its end; new token IDs and text."""
-    sequence = engine.submit(request, mode)
+    return await read_out(engine.submit(request, mode))
+
+
+async def read_out(sequence: interface.Sequence) -> tuple[list[int], str]:
+    """Reads a sequence to its end and releases it; new token IDs and text."""
     try:
         tokens, text = [], ""
         async for event in sequence.events():
