@@ -6,7 +6,7 @@ its own first token is discarded; a worker that fails costs time, never text.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from grpc import StatusCode, aio
@@ -17,7 +17,7 @@ from observability import semconv
 from services.decode.kv_receiver import KvReceiver, Transfer
 from services.engine.errors import InvalidKvPage, InvalidRequest
 from services.engine.interface import Sequence
-from services.rpc.status import PrefillUnavailable, field_of
+from services.rpc.status import PrefillUnavailable, field_of, is_fault
 from services.settings import LocalPrefill
 from services.wire import identity_to_proto, token_from_proto
 from services.worker import Worker
@@ -37,6 +37,7 @@ class HandoffReport:
     prefill_ms: float = 0.0
     num_cached_tokens: int = 0  # of the prompt, on the worker that gave the first token
     transfer: Transfer | None = None
+    failed_targets: list[str] = field(default_factory=list)  # for the router; by their own fault
 
 
 class Handoff:
@@ -90,6 +91,8 @@ class Handoff:
                 failures.append(f"{target}: {_reason(error)}")
                 log.warning("prefill attempt failed", target=target, reason=_reason(error))
                 refusal = refusal or _refusal(error)
+                if isinstance(error, InvalidKvPage) or is_fault(error):
+                    self._report.failed_targets.append(target)
                 self._sequence.reset_kv()
                 continue
             return
@@ -97,7 +100,8 @@ class Handoff:
             if refusal is not None:
                 raise refusal
             raise PrefillUnavailable(
-                "no prefill worker delivered: " + "; ".join(failures or ["none was named"])
+                "no prefill worker delivered: " + "; ".join(failures or ["none was named"]),
+                self._report.failed_targets,
             )
         self._report.attempts += 1
         self._report.target = "local"

@@ -89,4 +89,5 @@ class ReplyStream:
             text_hold_ms=(timings.text_hold_s or 0.0) * _MS,
             prefill_attempts=report.attempts,
             prefill_target=report.target,
+            failed_prefill_targets=report.failed_targets,
         )

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from services.rpc.status import failed_targets_of, is_fault
 from tests.integration.cluster import Cluster, collect, generate_request, running_cluster
 from tests.integration.lies import LIES, Messages, first_token_only, nothing
 from tests.integration.lying_prefill import Tamper, lying_prefill
@@ -149,6 +150,32 @@ async def test_a_spare_replaces_a_worker_that_is_not_there(cluster: Cluster) -> 
     assert reply.first_timings is not None
     assert reply.first_timings.prefill_attempts == 2
     assert reply.first_timings.prefill_target == cluster.targets[0]
+
+
+async def test_prefill_workers_that_fail_are_named_and_full_ones_are_not(cluster: Cluster) -> None:
+    honest, dead = cluster.targets[0], closed_port()
+    async with lying_prefill(honest, nothing, then_fail=grpc.StatusCode.RESOURCE_EXHAUSTED) as (full, _):
+        targets = [dead, full, honest]
+        reply = await collect(cluster.stub.Generate(generate_request(prefill_targets=targets)))
+    assert reply.first_timings is not None
+    assert list(reply.first_timings.failed_prefill_targets) == [dead]
+    assert reply.finished is not None
+    assert list(reply.finished.timings.failed_prefill_targets) == [dead]
+
+
+async def test_a_worker_whose_pages_never_come_is_named_at_the_end(lenient: Cluster) -> None:
+    async with lying_prefill(lenient.targets[0], first_token_only) as (liar, _):
+        reply = await collect(lenient.stub.Generate(generate_request(prefill_targets=[liar])))
+    assert reply.finished is not None
+    assert list(reply.finished.timings.failed_prefill_targets) == [liar]
+
+
+async def test_when_no_prefill_worker_delivers_the_status_names_those_at_fault(cluster: Cluster) -> None:
+    dead = closed_port()
+    with pytest.raises(aio.AioRpcError) as caught:
+        await collect(cluster.stub.Generate(generate_request(prefill_targets=[dead])))
+    assert failed_targets_of(caught.value) == (dead,)
+    assert not is_fault(caught.value)  # not decode's
 
 
 async def test_waiting_for_blocks_counts_once_when_a_prefill_worker_fails(tmp_path: Path) -> None:

@@ -39,9 +39,10 @@ def test_what_is_not_named_is_internal() -> None:
         (errors.PromptTooLong("max_tokens", "too long"), grpc.StatusCode.INVALID_ARGUMENT, "max_tokens"),
         (errors.IncompatibleModel("dtype", "a", "b"), grpc.StatusCode.FAILED_PRECONDITION, "dtype"),
         (status.Draining("draining"), grpc.StatusCode.UNAVAILABLE, None),
+        (status.PrefillUnavailable("none", ["10.0.0.1:1", "[::1]:2"]), grpc.StatusCode.UNAVAILABLE, None),
     ],
 )
-async def test_a_caller_sees_status_text_and_field(
+async def test_a_caller_sees_status_text_reason_and_what_is_at_fault(
     error: Exception, code: grpc.StatusCode, field: str | None
 ) -> None:
     async def refuse(request: bytes, context: aio.ServicerContext) -> bytes:  # type: ignore[type-arg]
@@ -61,3 +62,5 @@ async def test_a_caller_sees_status_text_and_field(
     assert caught.value.code() is code
     assert caught.value.details() == str(error)
     assert status.field_of(caught.value) == field
+    assert status.reason_of(caught.value) == type(error).__name__
+    assert status.failed_targets_of(caught.value) == getattr(error, "failed_targets", ())
