@@ -1,0 +1,152 @@
+"""Keeps requests away from a worker that is there and fails, and finds out when it works again.
+
+    closed ── failures in a row ──▶ open ── backoff over ──▶ half-open ── the probe answers ──▶ closed
+                                     ▲                          │
+                                     └──── the probe fails ─────┘   each time for twice as long
+
+Invariants: half-open lets one call in at a time, the probe; a call that was sent before the last
+opening says nothing about the worker since; one reply counts as one failure however often it is
+tried again, so that a request which breaks every worker opens none.
+Must not know: what a call is, which errors are a worker's fault, who else there is.
+
+Own, because what the registry has (aiobreaker, purgatory, aiocircuitbreaker, asyncbreaker) wraps one
+awaited function and raises when open. Here a call is picked, admitted, read and finished in four
+places, a report on a prefill worker comes from elsewhere, and an open one is ranked last, not refused.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+THRESHOLD = 3  # failures of different replies, in a row
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # before the jitter, which takes up to half of it
+PROBE_S = 30.0  # a probe that nobody has heard of for so long makes room for another
+
+_log = logging.getLogger(__name__)
+
+
+class BreakerState(StrEnum):
+    """Where a breaker stands."""
+
+    CLOSED = "closed"
+    HALF_OPEN = "half-open"
+    OPEN = "open"
+
+
+class CircuitBreaker:
+    """One worker's. It asks nobody and times nothing: it is looked at when somebody picks.
+
+    Args:
+        name: for the log.
+        random: draws the jitter, so that gateways do not probe in step.
+    """
+
+    def __init__(self, name: str, *, clock: Callable[[], float], random: Random) -> None:
+        self._name = name
+        self._clock = clock
+        self._random = random
+        self._causes: set[str] = set()  # what has failed in a row
+        self._retry_at: float | None = None  # None: closed
+        self._probe: Trial | None = None
+        self._epoch = 0  # of the last opening
+        self.num_openings = 0  # in a row, without a call that ended well
+
+    @property
+    def state(self) -> BreakerState:
+        if self._retry_at is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if self._clock() < self._retry_at else BreakerState.HALF_OPEN
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether the worker may be picked like any other."""
+        if self.state is not BreakerState.HALF_OPEN:
+            return self.state is BreakerState.CLOSED
+        return self._probe is None or self._clock() - self._probe.began_at >= PROBE_S
+
+    def begin(self, cause: str) -> "Trial":
+        """A call is sent. In a half-open breaker it is the probe, if there is none.
+
+        Args:
+            cause: on whose behalf; failures with the same one count once.
+        """
+        is_probe = self.state is BreakerState.HALF_OPEN and self.lets_in
+        trial = self.observe(cause)
+        if is_probe:
+            self._probe = trial
+        return trial
+
+    def observe(self, cause: str) -> "Trial":
+        """A call that may be sent, later and by somebody else: never the probe."""
+        return Trial(self, cause, self._epoch, self._clock())
+
+    def reset(self) -> None:
+        """Another process has come to the worker's address."""
+        self._causes.clear()
+        self._retry_at = self._probe = None
+        self._epoch += 1
+        self.num_openings = 0
+
+    def _answered(self) -> None:
+        """Others are let in, on parole: the next failure opens it again."""
+        if self._retry_at is not None:
+            self._retry_at = self._probe = None
+            _log.info("worker %s answers again", self._name)
+
+    def _succeeded(self) -> None:
+        self._answered()
+        self._causes.clear()
+        self.num_openings = 0
+
+    def _failed(self, cause: str) -> None:
+        if self.state is BreakerState.OPEN:
+            return
+        self._causes.add(cause)
+        if self.num_openings or len(self._causes) >= THRESHOLD:
+            self._open()
+
+    def _open(self) -> None:
+        whole_s = min(FIRST_BACKOFF_S * 2.0**self.num_openings, LAST_BACKOFF_S)
+        backoff_s = whole_s * self._random.uniform(0.5, 1.0)
+        _log.warning("worker %s keeps failing: nothing new for %.1f s", self._name, backoff_s)
+        self._retry_at = self._clock() + backoff_s
+        self._probe = None
+        self._causes.clear()
+        self._epoch += 1
+        self.num_openings += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """What one call may say about its worker; after the next opening, nothing."""
+
+    _breaker: CircuitBreaker
+    _cause: str
+    _epoch: int
+    began_at: float
+
+    def answered(self) -> None:
+        """The worker has begun well; a long reply must not keep everybody else waiting."""
+        if self._is_current:
+            self._breaker._answered()
+
+    def succeeded(self) -> None:
+        """The call has ended well."""
+        if self._is_current:
+            self._breaker._succeeded()
+
+    def failed(self) -> None:
+        """The call has failed, and the worker is at fault."""
+        if self._is_current:
+            self._breaker._failed(self._cause)
+
+    def dropped(self) -> None:
+        """The call has ended in a way that says nothing. Idempotent."""
+        if self._breaker._probe is self:
+            self._breaker._probe = None
+
+    @property
+    def _is_current(self) -> bool:
+        return self._epoch == self._breaker._epoch
