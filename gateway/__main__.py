@@ -41,8 +41,14 @@ def build(settings: GatewaySettings, api_keys: ApiKeys, tokenizer: ChatTokenizer
         on_append=telemetry.metrics.observe_append,
     )
     router = Router(
-        settings.decode_workers, settings.prefill_workers, tracing_client_interceptors(telemetry.tracer)
+        settings.decode_workers,
+        settings.prefill_workers,
+        tracing_client_interceptors(telemetry.tracer),
+        affinity=settings.affinity,
+        discovery_s=settings.discovery_s,
+        on_pick=telemetry.metrics.pick,
     )
+    telemetry.metrics.watch_workers(lambda: router.worker_states)
     generations = Generations(
         hub,
         router,

@@ -16,7 +16,8 @@ from grpc import aio
 from baton.v1 import decode_pb2
 from gateway.decode_call import Call, CallFailed, DecodeCall
 from gateway.errors import DeadlineExceeded, GatewayError, InvalidRequest, Overloaded, Unavailable
-from gateway.router import DecodeTarget, Router
+from gateway.router import Route, Router
+from gateway.routing.outcome import Blame
 
 _SILENCE_S = 1.5  # a worker that neither admits nor reports its load for this long is not there
 _LEAST_PATIENCE_S = 0.3  # whatever the load stream said
@@ -59,7 +60,11 @@ class Admission:
         while True:
             try:
                 route = self._router.route(
-                    [*request.prompt_token_ids, *request.generated_token_ids], exclude=tried
+                    request.prompt_token_ids,
+                    num_generated=len(request.generated_token_ids),
+                    salt=request.cache_salt,
+                    cause=request.reply_id,
+                    exclude=tried,
                 )
             except Unavailable as nobody:
                 raise refusal or nobody from None
@@ -67,7 +72,7 @@ class Admission:
             del request.prefill_targets[:]
             request.prefill_targets.extend(route.prefill_targets)
             try:
-                return await self._open(route.decode, request, patience_ends, deadline)
+                return await self._open(route, request, patience_ends, deadline)
             except CallFailed as failure:
                 _log.info("decode worker %s did not admit: %s", route.decode.address, failure)
                 if isinstance(failure.error, InvalidRequest):
@@ -78,21 +83,22 @@ class Admission:
                     refusal = failure.error
 
     async def _open(
-        self, target: DecodeTarget, request: decode_pb2.GenerateRequest, patience_ends: float, deadline: float
+        self, route: Route, request: decode_pb2.GenerateRequest, patience_ends: float, deadline: float
     ) -> DecodeCall:
         sent_at = self._clock()
         timeout_s = max(deadline - sent_at, 0.0) + _DEADLINE_SLACK_S
-        call = target.stub.Generate(request, timeout=timeout_s)
+        call = route.decode.stub.Generate(request, timeout=timeout_s)
         # In a task of its own: an intercepted call swallows a cancellation that arrives in here.
         answer = asyncio.ensure_future(call.initial_metadata())
         try:
-            await self._answered(answer, target.address, sent_at, patience_ends)
+            await self._answered(answer, route.decode.address, sent_at, patience_ends)
             await _raise_if_refused(call)
-        except BaseException:
+        except BaseException as error:
             answer.cancel()
             call.cancel()
+            route.outcome.failed(error.blame if isinstance(error, CallFailed) else Blame())
             raise
-        return DecodeCall(target, call, sent_at=sent_at, clock=self._clock)
+        return DecodeCall(route, call, sent_at=sent_at, clock=self._clock)
 
     async def _answered(
         self, answer: "asyncio.Future[Any]", address: str, sent_at: float, patience_ends: float
@@ -105,7 +111,10 @@ class Admission:
                 heard_at + _SILENCE_S if heard_at is not None else 0.0, sent_at + _LEAST_PATIENCE_S
             )
             if now >= min(silent_at, patience_ends):
-                raise CallFailed.unavailable("silent" if now >= silent_at else "admission_timeout")
+                # What is left of the patience after others may be too short to blame anybody.
+                blame = Blame(decode=now - sent_at >= min(_SILENCE_S, self._admit_timeout_s / 2))
+                reason = "silent" if now >= silent_at else "admission_timeout"
+                raise CallFailed.unavailable(reason, blame=blame)
             await asyncio.wait({answer}, timeout=min(silent_at, patience_ends) - now)
 
 

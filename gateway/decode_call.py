@@ -2,7 +2,8 @@
 
 Invariant: a call ends with `Finished` or it has failed; an end of stream without it is a failure, and
 so is a message that breaks the protocol. Dropping a call cancels nothing in grpc.aio, so whoever
-holds one calls `cancel` on every way out. Must not know: replies, events, retries.
+holds one calls `cancel` on every way out; the breakers hear how each call ended.
+Must not know: replies, events, retries.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ from grpc import aio
 
 from baton.v1 import decode_pb2
 from gateway.errors import ContextTooLong, GatewayError, InternalError, InvalidRequest, Unavailable, from_rpc
-from gateway.router import DecodeTarget
+from gateway.router import Route
+from gateway.routing.outcome import Blame
 
 _LAST_READ_S = 0.5  # for the status behind `Finished`
 _FINISH_REASONS = frozenset({decode_pb2.FINISH_REASON_STOP, decode_pb2.FINISH_REASON_LENGTH})
@@ -33,20 +35,28 @@ Message = decode_pb2.Delta | decode_pb2.Finished
 
 
 class CallFailed(Exception):
-    """The call broke off or was refused. `reason` is a bounded label, `error` what a client is told."""
+    """The call broke off or was refused.
 
-    def __init__(self, reason: str, detail: str, error: GatewayError) -> None:
+    Args:
+        reason: a bounded label.
+        error: what a client is told.
+        blame: what the breakers are told.
+    """
+
+    def __init__(self, reason: str, detail: str, error: GatewayError, blame: Blame) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.error = error
+        self.blame = blame
 
     @classmethod
     def of_rpc(cls, error: aio.AioRpcError) -> "CallFailed":
-        return cls(error.code().name.lower(), error.details() or "", _client_view(error))
+        reason, detail = error.code().name.lower(), error.details() or ""
+        return cls(reason, detail, _client_view(error), Blame.of_rpc(error))
 
     @classmethod
-    def unavailable(cls, reason: str, detail: str = "") -> "CallFailed":
-        return cls(reason, detail, decode_unavailable())
+    def unavailable(cls, reason: str, detail: str = "", *, blame: Blame) -> "CallFailed":
+        return cls(reason, detail, decode_unavailable(), blame)
 
 
 def decode_unavailable() -> Unavailable:
@@ -70,15 +80,14 @@ def _client_view(error: aio.AioRpcError) -> GatewayError:
 class DecodeCall:
     """A call that a worker has admitted. Its first message is fetched ahead, to be stamped on arrival."""
 
-    def __init__(
-        self, target: DecodeTarget, call: Call, *, sent_at: float, clock: Callable[[], float]
-    ) -> None:
-        self.address = target.address
+    def __init__(self, route: Route, call: Call, *, sent_at: float, clock: Callable[[], float]) -> None:
+        self.address = route.decode.address
         self.sent_at = sent_at
         self.first_message_at: float | None = None
         self._call = call
+        self._outcome = route.outcome
         self._clock = clock
-        self._lost = target.lost.next()
+        self._lost = route.decode.lost.next()
         self._guard = asyncio.create_task(self._cancel_when_lost())
         self._first = asyncio.create_task(self._read_first())
         # A call that is cancelled before it is read has nobody to fetch its outcome.
@@ -86,11 +95,17 @@ class DecodeCall:
 
     async def messages(self) -> AsyncGenerator[Message, None]:
         """Deltas, then Finished, then no more. Raises CallFailed."""
-        message = _checked(await self._first)
+        try:
+            message = _checked(await self._first)
+            self._outcome.answered(message.timings)
+            while not isinstance(message, decode_pb2.Finished):
+                yield message
+                message = _checked(await self._read())
+        except CallFailed as failure:
+            self._outcome.failed(failure.blame)
+            raise
+        self._outcome.finished(message.timings)
         yield message
-        while not isinstance(message, decode_pb2.Finished):
-            message = _checked(await self._read())
-            yield message
 
     async def close(self) -> None:
         """Lets a call that has finished end with its own status, for a moment, then cancels it."""
@@ -104,6 +119,7 @@ class DecodeCall:
         self._guard.cancel()
         self._first.cancel()
         self._call.cancel()
+        self._outcome.dropped()
 
     async def _read_first(self) -> decode_pb2.GenerateMessage | None:
         message = await self._read()
@@ -121,8 +137,9 @@ class DecodeCall:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            reason = "silent" if self._lost.is_set() else grpc.StatusCode.CANCELLED.name.lower()
-            raise CallFailed.unavailable(reason) from None
+            if self._lost.is_set():
+                raise CallFailed.unavailable("silent", blame=Blame(decode=True)) from None
+            raise CallFailed.unavailable(grpc.StatusCode.CANCELLED.name.lower(), blame=Blame()) from None
         return message if isinstance(message, decode_pb2.GenerateMessage) else None
 
     async def _cancel_when_lost(self) -> None:
@@ -132,11 +149,13 @@ class DecodeCall:
 
 def _checked(message: decode_pb2.GenerateMessage | None) -> Message:
     if message is None:
-        raise CallFailed.unavailable("unfinished", "the call ended without Finished")
+        raise CallFailed.unavailable(
+            "unfinished", "the call ended without Finished", blame=Blame(decode=True)
+        )
     kind = message.WhichOneof("message")
     if kind == "delta" and message.delta.text and message.delta.tokens:
         return message.delta
     if kind == "finished" and message.finished.reason in _FINISH_REASONS:
         return message.finished
     fault = InternalError("the decode worker sent something that is no part of a reply")
-    raise CallFailed("protocol", f"unexpected message of kind {kind}", fault)
+    raise CallFailed("protocol", f"unexpected message of kind {kind}", fault, Blame(decode=True))

@@ -1,22 +1,36 @@
-"""Which workers a request goes to: the least busy decode worker, and prefill workers in order.
+"""Which workers a request goes to: a decode worker, and prefill workers in order.
 
-Invariant: only workers that are up, take work and serve the same model as the rest are ever named;
-a request that was sent but is not yet in a load report counts already, so a burst spreads.
+Invariants: only workers that are up, take work and serve the same model as the rest are ever named; a
+request that was sent but is not yet in a load report counts already, so a burst spreads.
 Must not know: replies, HTTP, what the requests ask for.
+
+Parts: `routing/pool.py` (who is there), `routing/picker.py` (who is preferred),
+`routing/circuit_breaker.py` and `routing/outcome.py` (who has failed).
 """
 
 import asyncio
 import itertools
+import random as random_module
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from grpc import aio
 
 from baton.v1 import decode_pb2_grpc
 from gateway.errors import Unavailable
+from gateway.routing.discovery import Resolve, resolve
+from gateway.routing.names import WorkerNames
+from gateway.routing.outcome import RouteOutcome
+from gateway.routing.picker import Picker, Prompt
+from gateway.routing.policy import Affinity
+from gateway.routing.pool import WorkerPool
 from gateway.signals import Pulse
 from gateway.worker_watch import WorkerWatch, decode_watch, prefill_watch
+from observability.metrics import WorkerState
+
+_MOST_PREFILL_TARGETS = 8  # in one request; a decode worker that fails with all of them is not helped by more
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +54,26 @@ class DecodeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes; prefill workers by preference, the first choice first, then spares."""
+    """Where a request goes; prefill workers by preference, the first choice first, then spares.
+
+    Whoever takes a route tells its outcome how the call ended, or that it was dropped.
+    """
 
     decode: DecodeTarget
     prefill_targets: tuple[str, ...]
+    outcome: RouteOutcome
 
 
 class Router:
-    """Watches every worker and picks from live load.
+    """Watches every worker and picks from affinity and live load.
 
     Args:
-        decode_workers: `host:port` each.
+        decode_workers: `host:port` or `dns:///name:port` each.
         interceptors: for calls to decode workers.
+        affinity: None picks by load alone.
+        discovery_s: from one lookup of a DNS name to the next.
+        on_pick: told role and outcome of each pick.
+        random: draws jitter.
     """
 
     def __init__(
@@ -59,26 +81,50 @@ class Router:
         decode_workers: Sequence[str],
         prefill_workers: Sequence[str] = (),
         interceptors: Sequence[aio.ClientInterceptor] = (),
+        *,
+        affinity: Affinity | None = Affinity(),  # noqa: B008  # frozen
+        discovery_s: float = 5.0,
+        resolve: Resolve = resolve,
+        on_pick: Callable[[str, str], None] = lambda _role, _outcome: None,
         clock: Callable[[], float] = time.monotonic,
+        random: Random = random_module.SystemRandom(),  # noqa: B008  # stateless
     ) -> None:
+        self._picker = Picker(affinity, on_pick)
         self._model: ServedModel | None = None
         self._changes = Pulse()
         self._picks = itertools.count(1)
-        self._decode = [
-            decode_watch(address, interceptors, clock=clock, on_change=self._changed)
-            for address in decode_workers
-        ]
-        self._prefill = [
-            prefill_watch(address, clock=clock, on_change=self._changed) for address in prefill_workers
-        ]
+
+        def pool(
+            names: Sequence[str], make_watch: Callable[[str, Callable[[], None]], WorkerWatch]
+        ) -> WorkerPool:
+            return WorkerPool(
+                WorkerNames.parse(names),
+                make_watch,
+                resolve=resolve,
+                discovery_s=discovery_s,
+                on_change=self._changed,
+            )
+
+        self._decode = pool(
+            decode_workers,
+            lambda address, on_change: decode_watch(
+                address, interceptors, clock=clock, random=random, on_change=on_change
+            ),
+        )
+        self._prefill = pool(
+            prefill_workers,
+            lambda address, on_change: prefill_watch(
+                address, clock=clock, random=random, on_change=on_change
+            ),
+        )
 
     async def start(self) -> None:
         """Begins to watch; workers may come later, in any order."""
-        for watch in (*self._decode, *self._prefill):
-            watch.start()
+        for pool in self._pools.values():
+            await pool.start()
 
     async def close(self) -> None:
-        await asyncio.gather(*(watch.close() for watch in (*self._decode, *self._prefill)))
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
     @property
     def model(self) -> ServedModel | None:
@@ -88,40 +134,77 @@ class Router:
     @property
     def is_ready(self) -> bool:
         """Whether a request would find a decode worker now, and somebody to run its prompt."""
-        return any(self._is_usable(watch) and self._has_prefill_for(watch) for watch in self._decode)
+        has_prefill = bool(self._usable(self._prefill))
+        return any(has_prefill or watch.runs_prompts for watch in self._usable(self._decode))
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """By role: how many workers are configured, and how many of them take work now."""
+        """By role: how many workers are configured one by one, how many more DNS has, how many take work."""
         return {
-            role: {"configured": len(watches), "up": sum(self._is_usable(watch) for watch in watches)}
-            for role, watches in (("decode", self._decode), ("prefill", self._prefill))
+            role: {
+                "configured": pool.num_listed,
+                "discovered": pool.num_discovered,
+                "up": len(self._usable(pool)),
+            }
+            for role, pool in self._pools.items()
         }
 
-    def route(self, prompt_token_ids: Sequence[int], *, exclude: Collection[str] = ()) -> Route:
+    @property
+    def worker_states(self) -> list[WorkerState]:
+        """Every worker that may get requests, for the metrics."""
+        return [
+            WorkerState(role, watch.address, self._state_of(watch), watch.breaker.state.value)
+            for role, pool in self._pools.items()
+            for watch in pool.workers
+        ]
+
+    def route(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_generated: int = 0,
+        salt: str = "",
+        cause: str = "",
+        exclude: Collection[str] = (),
+    ) -> Route:
         """Picks, and counts the pick as load. Raises Unavailable.
 
         Args:
+            num_generated: tokens that a continuation brings; they need room, and are no part of the key:
+                a reply goes on where its prompt is.
+            salt: the prefix cache's; only requests with the same one share cached prefixes.
+            cause: the reply; its failures count once against a worker.
             exclude: addresses of decode workers that were tried already.
         """
-        num_tokens = len(prompt_token_ids)
-        decode = self._ranked([w for w in self._decode if w.address not in exclude], num_tokens)
+        prompt = Prompt(prompt_token_ids, salt, len(prompt_token_ids) + num_generated)
+        prefill = self._usable(self._prefill)
+        decode = [watch for watch in self._usable(self._decode) if watch.address not in exclude]
         if not decode:
             raise Unavailable("no decode worker is available now", code="decode_unavailable")
-        decode = [watch for watch in decode if self._has_prefill_for(watch)]
+        decode = [watch for watch in decode if prefill or watch.runs_prompts]
         if not decode:
             raise Unavailable("no prefill worker is available now", code="prefill_unavailable")
-        prefill = self._ranked(self._prefill, num_tokens)
-        for watch in (decode[0], *prefill[:1]):
+        first = self._picker.ranked("decode", decode, prompt)[0]
+        prefill = self._picker.ranked("prefill", prefill, prompt)[:_MOST_PREFILL_TARGETS]
+        for watch in (first, *prefill[:1]):
             watch.note_sent()
             watch.last_picked = next(self._picks)
-        target = DecodeTarget(decode[0].address, decode[0].stub, decode[0].lost)
-        return Route(target, tuple(watch.address for watch in prefill))
+        outcome = RouteOutcome(
+            first.breaker.begin(cause),
+            {
+                watch.address: watch.breaker.observe(cause) if rank else watch.breaker.begin(cause)
+                for rank, watch in enumerate(prefill)
+            },
+            on_draining=first.note_draining,
+        )
+        target = DecodeTarget(first.address, first.stub, first.lost)
+        return Route(target, tuple(watch.address for watch in prefill), outcome)
 
     def heard_at(self, address: str) -> float | None:
         """When the worker last gave a sign of life; None if it counts as gone."""
-        for watch in (*self._decode, *self._prefill):
-            if watch.address == address and watch.is_up:
+        for pool in self._pools.values():
+            watch = pool.find(address)
+            if watch is not None and watch.is_up:
                 return watch.heard_at
         return None
 
@@ -137,15 +220,23 @@ class Router:
         except TimeoutError:
             return
 
-    def _ranked(self, watches: Sequence[WorkerWatch], num_tokens: int) -> list[WorkerWatch]:
-        usable = [watch for watch in watches if self._is_usable(watch)]
-        return sorted(usable, key=lambda watch: (*watch.busyness(num_tokens), watch.last_picked))
+    @property
+    def _pools(self) -> dict[str, WorkerPool]:
+        return {"decode": self._decode, "prefill": self._prefill}
 
-    def _is_usable(self, watch: WorkerWatch) -> bool:
-        return watch.takes_work and self._model is not None and watch.fingerprint == self._model.fingerprint
+    def _usable(self, pool: WorkerPool) -> list[WorkerWatch]:
+        return [watch for watch in pool.workers if watch.takes_work and self._serves_the_model(watch)]
 
-    def _has_prefill_for(self, decode: WorkerWatch) -> bool:
-        return decode.runs_prompts or any(self._is_usable(watch) for watch in self._prefill)
+    def _serves_the_model(self, watch: WorkerWatch) -> bool:
+        return self._model is not None and watch.fingerprint == self._model.fingerprint
+
+    def _state_of(self, watch: WorkerWatch) -> str:
+        """One of four words, for the metrics."""
+        if not watch.is_up:
+            return "down"
+        if not watch.takes_work:
+            return "draining"
+        return "up" if self._serves_the_model(watch) else "other_model"
 
     def _changed(self) -> None:
         self._choose_model()
@@ -153,7 +244,8 @@ class Router:
 
     def _choose_model(self) -> None:
         """The model stays as long as any decode worker serves it; then that of the first one left."""
-        up = [w for w in self._decode if w.takes_work] or [w for w in self._decode if w.is_up]
+        workers = self._decode.workers
+        up = [watch for watch in workers if watch.takes_work] or [watch for watch in workers if watch.is_up]
         known = self._model.fingerprint if self._model is not None else None
         same = [watch for watch in up if watch.fingerprint == known] or up[:1]
         infos = [watch.info for watch in same if watch.info is not None]

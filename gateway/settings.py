@@ -6,11 +6,13 @@ Invariant: nothing else in `gateway/` reads the environment.
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from pydantic_settings import NoDecode
 from redis.asyncio.connection import parse_url
 
 from gateway.keepalive import KeepaliveMode
+from gateway.routing.names import parse_entry
+from gateway.routing.policy import Affinity, RoutingPolicy
 from services.environment import Address, ProcessSettings
 
 
@@ -18,7 +20,15 @@ def _split(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
+def _check_entry(entry: str) -> str:
+    parse_entry(entry)  # its ValueError says what to write instead
+    return entry
+
+
+# `host:port` or `dns:///name:port` each
+Workers = Annotated[
+    tuple[Annotated[str, AfterValidator(_check_entry)], ...], NoDecode, BeforeValidator(_split)
+]
 
 
 class GatewaySettings(ProcessSettings):
@@ -27,8 +37,12 @@ class GatewaySettings(ProcessSettings):
     listen: Address = "127.0.0.1:8000"
     redis_url: str = ""  # empty: replies live in this process's memory
     model: Path = Field(description="folder with tokenizer.json and chat_template.jinja")
-    decode_workers: Addresses = Field(min_length=1)
-    prefill_workers: Addresses = ()  # none: decode workers run prompts themselves
+    decode_workers: Workers = Field(min_length=1)
+    prefill_workers: Workers = ()  # none: decode workers run prompts themselves
+    discovery_s: float = Field(5.0, gt=0)  # between lookups of a DNS name
+    routing: RoutingPolicy = RoutingPolicy.PREFIX_AFFINITY
+    affinity_blocks: int = Field(16, ge=1)  # of a prompt's beginning, as long as the workers' KV blocks
+    affinity_load_bound: float = Field(1.25, gt=1)  # how much more than its share a worker takes
     api_keys_file: Path | None = None  # none: open to everybody who can connect
     require_log: bool = False  # true: no new replies while the event log is down
 
@@ -53,6 +67,13 @@ class GatewaySettings(ProcessSettings):
         if len(set(value)) < len(value):
             raise ValueError("names a worker twice")
         return value
+
+    @property
+    def affinity(self) -> Affinity | None:
+        """How workers are picked by what prompts begin with; None by load alone."""
+        if self.routing is RoutingPolicy.LEAST_LOADED:
+            return None
+        return Affinity(self.affinity_blocks, self.affinity_load_bound)
 
     @field_validator("redis_url")
     @classmethod

@@ -2,7 +2,7 @@
 
 Invariant: a worker is up only while its load stream speaks; one that is silent for `SILENCE_S` counts
 as gone, and every call to it is told (`lost`). A process that comes back on the same address is up
-again once it has introduced itself.
+again once it has introduced itself, and starts with a clean record.
 Must not know: which worker is the better choice, replies.
 """
 
@@ -11,11 +11,14 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from random import Random
 from typing import Any
 
 from grpc import aio
 
 from baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from gateway.routing.circuit_breaker import CircuitBreaker
+from gateway.routing.policy import Candidate
 from gateway.signals import Pulse
 from services.rpc.channel import create_channel
 
@@ -45,6 +48,7 @@ class WorkerWatch:
         interceptors: Sequence[aio.ClientInterceptor],
         *,
         clock: Callable[[], float],
+        random: Random,
         on_change: Callable[[], None],
     ) -> None:
         self.address = address
@@ -52,6 +56,7 @@ class WorkerWatch:
         self.load: common_pb2.Load | None = None
         self.heard_at = float("-inf")
         self.lost = Pulse()
+        self.breaker = CircuitBreaker(address, clock=clock, random=random)
         self.last_picked = 0  # the router's count; ties go to the longest rested
         self._clock = clock
         self._on_change = on_change
@@ -73,6 +78,16 @@ class WorkerWatch:
         return self.info.identity.fingerprint if self.is_up and self.info is not None else None
 
     @property
+    def instance(self) -> str | None:
+        """The process behind the address."""
+        return self.info.instance if self.is_up and self.info is not None else None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens; 1 until it has introduced itself."""
+        return max(self.info.block_size, 1) if self.info is not None else 1
+
+    @property
     def runs_prompts(self) -> bool:
         """Whether it can do without a prefill worker."""
         return self.info is not None and self.info.runs_prompts
@@ -90,21 +105,25 @@ class WorkerWatch:
         """A request is on its way; it counts as load until a report can have seen it."""
         self._sent.append(self._clock())
 
-    def busyness(self, num_tokens: int) -> tuple[bool, float, float]:
-        """Smaller is better: no room for `num_tokens`, requests per capacity, share of blocks in use.
+    def note_draining(self) -> None:
+        """It refused a request because it drains; its load report is still on the way."""
+        if self.load is not None and not self.load.draining:
+            self.load.draining = True
+            self._on_change()
 
-        Only for a worker that is up.
-        """
+    def candidate(self, num_tokens: int) -> Candidate:
+        """The worker as a policy sees it, for a prompt of `num_tokens`. Only for one that is up."""
         assert self.info is not None
         assert self.load is not None
         load = self.load
-        num_requests = load.running + load.waiting + len(self._sent)
         num_free = load.blocks_total - load.blocks_used  # cached blocks are given up on demand
-        lacks_room = num_free * max(self.info.block_size, 1) < num_tokens
-        return (
-            lacks_room,
-            num_requests / max(self.info.max_num_seqs, 1),
-            load.blocks_used / max(load.blocks_total, 1),
+        return Candidate(
+            address=self.address,
+            num_requests=load.running + load.waiting + len(self._sent),
+            capacity=max(self.info.max_num_seqs, 1),
+            share_of_blocks=load.blocks_used / max(load.blocks_total, 1),
+            lacks_room=num_free * self.block_size < num_tokens,
+            last_picked=self.last_picked,
         )
 
     async def _watch(self) -> None:
@@ -148,6 +167,8 @@ class WorkerWatch:
     def _take(self, info: common_pb2.WorkerInfo, load: common_pb2.Load) -> None:
         now = self._clock()
         before = (self.takes_work, self.fingerprint)
+        if self.info is not None and self.info.instance != info.instance:
+            self.breaker.reset()
         self.info, self.load, self.heard_at = info, load, now
         while self._sent and now - self._sent[0] >= _REPORT_LAG_S:
             self._sent.popleft()
@@ -173,11 +194,16 @@ def decode_watch(
     interceptors: Sequence[aio.ClientInterceptor],
     *,
     clock: Callable[[], float],
+    random: Random,
     on_change: Callable[[], None],
 ) -> WorkerWatch:
-    return WorkerWatch(address, decode_pb2_grpc.DecodeStub, interceptors, clock=clock, on_change=on_change)
+    stub_for = decode_pb2_grpc.DecodeStub
+    return WorkerWatch(address, stub_for, interceptors, clock=clock, random=random, on_change=on_change)
 
 
-def prefill_watch(address: str, *, clock: Callable[[], float], on_change: Callable[[], None]) -> WorkerWatch:
+def prefill_watch(
+    address: str, *, clock: Callable[[], float], random: Random, on_change: Callable[[], None]
+) -> WorkerWatch:
     """Gateways ask prefill workers for nothing but their load."""
-    return WorkerWatch(address, prefill_pb2_grpc.PrefillStub, (), clock=clock, on_change=on_change)
+    stub_for = prefill_pb2_grpc.PrefillStub
+    return WorkerWatch(address, stub_for, (), clock=clock, random=random, on_change=on_change)

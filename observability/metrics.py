@@ -2,10 +2,13 @@
 
 Invariant: the label sets are bounded. Callers pass only what the project itself names (outcomes,
 reasons, the models it serves), never what a client sent; past a fixed number of distinct values a
-label reads `other`. Must not know: services or the gateway; loads come in through a protocol.
+label reads `other`. Workers' addresses change as pods do, so only present ones are shown, and no more
+than a fixed number at a time. Must not know: services or the gateway; loads come in through a protocol.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
@@ -37,6 +40,19 @@ class LoadLike(Protocol):
     def prompt_tokens_computed(self) -> int: ...
     @property
     def tokens_recomputed(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker as a gateway sees it now."""
+
+    role: str
+    address: str
+    state: str  # up, draining, down, other_model
+    breaker: str  # closed, half-open, open
+
+
+_BREAKER_VALUES = {"closed": 0, "half-open": 1, "open": 2}
 
 
 class BoundedLabel:
@@ -119,6 +135,9 @@ class Metrics:
             semconv.RETRIES, "", "Calls to decode workers that broke off in mid-reply, by reason."
         )
         self._resumes = counter(semconv.RESUMES, "", "Clients that came back for a reply, by outcome.")
+        self._picks = counter(
+            semconv.ROUTING_PICKS, "", "Workers picked, by how: affinity, overflow, least_loaded."
+        )
         self._slow = counter(semconv.SLOW_CLIENTS, "", "Connections closed because they did not read.")
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
@@ -200,6 +219,35 @@ class Metrics:
     def watch_streams(self, num_streams: Callable[[], int]) -> None:
         """Reports the number of attached connections whenever somebody reads the metrics."""
         self._watch(semconv.STREAMS, "Connections attached to replies.", num_streams)
+
+    # --- routing
+
+    def pick(self, role: str, outcome: str) -> None:
+        """Counts the pick of a worker."""
+        self._picks.add(1, {semconv.BATON_ROLE: role, semconv.BATON_OUTCOME: self._outcome(outcome)})
+
+    def watch_workers(self, workers: Callable[[], Iterable[WorkerState]]) -> None:
+        """Reports the workers that a gateway knows whenever somebody reads the metrics."""
+
+        def count(_options: CallbackOptions) -> Iterable[Observation]:
+            counts = Counter((worker.role, worker.state) for worker in workers())
+            for (role, state), number in counts.items():
+                yield Observation(number, {semconv.BATON_ROLE: role, semconv.BATON_STATE: state})
+
+        def breakers(_options: CallbackOptions) -> Iterable[Observation]:
+            worst_first = sorted(workers(), key=lambda worker: -_BREAKER_VALUES[worker.breaker])
+            for worker in worst_first[:_MAX_LABEL_VALUES]:
+                attributes = {semconv.BATON_ROLE: worker.role, semconv.BATON_WORKER: worker.address}
+                yield Observation(_BREAKER_VALUES[worker.breaker], attributes)
+
+        gauge = self._meter.create_observable_gauge
+        gauge(semconv.ROUTING_WORKERS, [count], "", "Workers known to this gateway, by role and state.")
+        gauge(
+            semconv.ROUTING_BREAKER,
+            [breakers],
+            "",
+            f"A worker's breaker: 0 closed, 1 half-open, 2 open; the worst {_MAX_LABEL_VALUES} workers.",
+        )
 
     # --- workers
 

@@ -32,6 +32,7 @@ class Script:
     """What the worker does; may be changed while it runs. Durations in seconds."""
 
     refuse: tuple[grpc.StatusCode, str, str] | None = None  # status, details, field; before admission
+    metadata: dict[str, str] = field(default_factory=dict)  # trailing, of a refusal
     admit_delay_s: float = 0.0
     first_delay_s: float = 0.0
     token_delay_s: float = 0.0
@@ -83,7 +84,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         await asyncio.sleep(script.admit_delay_s)
         if script.refuse is not None:
             code, details, field_name = script.refuse
-            await context.abort(code, details, ((FIELD_KEY, field_name),) if field_name else ())
+            field_at_fault = {FIELD_KEY: field_name} if field_name else {}
+            await context.abort(code, details, tuple((field_at_fault | script.metadata).items()))
         await context.send_initial_metadata(())
         await asyncio.sleep(script.first_delay_s)
         first, last = len(request.generated_token_ids), request.sampling.max_tokens - script.end_tokens
@@ -156,6 +158,7 @@ class FakeWorker:
     fingerprint: str = FINGERPRINT
     script: Script = field(default_factory=Script)
     address: str = "127.0.0.1:0"
+    instance: str = ""  # empty: another one with every start
     servicer: FakeDecode | None = None
     requests: list[decode_pb2.GenerateRequest] = field(default_factory=list)
     _server: aio.Server | None = None
@@ -176,7 +179,7 @@ class FakeWorker:
             num_blocks=1000,
             max_num_seqs=8,
             max_queue_len=8,
-            instance=f"instance-{self._num_starts}",
+            instance=self.instance or f"{id(self):x}-{self._num_starts}",
             runs_prompts=True,
         )
         self.servicer = FakeDecode(info, self.script)

@@ -60,6 +60,15 @@ def test_a_gateway_says_how_it_is(response: bytes, *, ready: bool, draining: boo
     assert ready or "/readyz" in answer.detail
 
 
+def test_a_gateway_counts_the_workers_it_has_yet_to_meet() -> None:
+    counts = (
+        b'{"status": "ok", "workers": {"decode": {"configured": 1, "discovered": 2, "up": 2},'
+        b' "prefill": {"configured": 0, "discovered": 3, "up": 3}}}'
+    )
+    with answering(http("200 OK", counts)) as address:
+        assert probe("gateway", address).num_unseen == 1
+
+
 def test_what_is_no_gateway_is_not_ready() -> None:
     with answering(b"SSH-2.0-x\r\n") as address:
         assert not probe("gateway", address).ready

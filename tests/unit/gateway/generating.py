@@ -1,7 +1,7 @@
 """What a gateway has under its HTTP surface, over scripted workers: the ground of the generation tests."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
@@ -16,6 +16,7 @@ from gateway.generation import Generations
 from gateway.owned_reply import OwnedReply
 from gateway.replies import ReplyHub
 from gateway.router import Router
+from gateway.routing.discovery import Resolve, resolve
 from gateway.sampling import ReplySpec, Sampling
 from observability.telemetry import build
 from services.rpc.interceptors import TracingClientInterceptor
@@ -59,20 +60,30 @@ class Gateway:
 @asynccontextmanager
 async def gateway(
     *workers: FakeWorker,
+    prefill: Sequence[FakeWorker] = (),
     retry_s: float = 2.0,
     admit_timeout_s: float = 5.0,
     max_replies: int = 100,
     resume_grace_s: float = 30.0,
     log: MemoryEventLog | None = None,
+    entries: Sequence[str] | None = None,
+    resolve: Resolve = resolve,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that sees all the workers, which it starts."""
+    """A gateway that sees all the workers, which it starts; or those that `entries` stand for."""
     spans = InMemorySpanExporter()
     telemetry = build("gateway", "test", span_exporter=spans)
-    async with running(*workers):
+    async with running(*workers, *prefill):
         hub = ReplyHub(
             log or MemoryEventLog("g1"), gateway_id="g1", lease_s=3.0, resume_grace_s=resume_grace_s
         )
-        router = Router([w.address for w in workers], [], (TracingClientInterceptor(telemetry.tracer),))
+        router = Router(
+            [w.address for w in workers] if entries is None else entries,
+            [w.address for w in prefill],
+            (TracingClientInterceptor(telemetry.tracer),),
+            resolve=resolve,
+            discovery_s=0.02,
+            affinity=None,  # so that tests can tell by the load who is asked first
+        )
         generations = Generations(
             hub,
             router,
@@ -85,7 +96,10 @@ async def gateway(
         )
         await hub.start()
         await router.start()
-        await eventually(lambda: all(router.heard_at(w.address) is not None for w in workers))
+        if entries is None:
+            await eventually(
+                lambda: all(router.heard_at(w.address) is not None for w in (*workers, *prefill))
+            )
         try:
             yield Gateway(hub, router, generations, spans, telemetry.metrics)
         finally:

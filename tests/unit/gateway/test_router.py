@@ -31,10 +31,10 @@ def prefill(script: Script | None = None) -> FakeWorker:
 async def routing(
     decode: list[FakeWorker], prefills: list[FakeWorker] | None = None
 ) -> AsyncIterator[Router]:
-    """A router that sees all workers, and has sent nobody anything yet."""
+    """A router by load that sees all workers, and has sent nobody anything yet."""
     prefills = prefills or []
     async with running(*decode, *prefills):
-        router = Router([w.address for w in decode], [w.address for w in prefills])
+        router = Router([w.address for w in decode], [w.address for w in prefills], affinity=None)
         await router.start()
         try:
             await eventually(

@@ -37,6 +37,10 @@ def test_every_bad_value_is_named_at_once(tmp_path: Path) -> None:
         "BATON_DECODE_WORKERS": "127.0.0.1:1,nowhere",
         "BATON_PREFILL_WORKERS": "127.0.0.1:1,127.0.0.1:1",
         "BATON_REDIS_URL": "http://127.0.0.1",
+        "BATON_DISCOVERY_S": "0",
+        "BATON_ROUTING": "round-robin",
+        "BATON_AFFINITY_BLOCKS": "0",
+        "BATON_AFFINITY_LOAD_BOUND": "1",
         "BATON_LEASE_S": "0",
         "BATON_KEEPALIVE_MODE": "sometimes",
         "BATON_REQUIRE_LOG": "perhaps",
@@ -60,3 +64,20 @@ def test_a_missing_value_is_named_without_a_word_about_what_was_given(tmp_path: 
     result = load(tmp_path)
     assert result.returncode == 2
     assert result.stderr == "BATON_DECODE_WORKERS: Field required\n"
+
+
+def test_workers_may_be_addresses_and_names(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    entries = "127.0.0.1:1, dns:///decode.default.svc.cluster.local:50051"
+    result = load(tmp_path, BATON_DECODE_WORKERS=entries, BATON_ROUTING="least-loaded")
+    assert result.returncode == 0, result.stderr
+    assert '["127.0.0.1:1","dns:///decode.default.svc.cluster.local:50051"]' in result.stdout
+
+
+@pytest.mark.parametrize("entry", ["dns:decode:50051", "dns:///decode", "http://decode:80"])
+def test_a_bad_worker_is_named_with_the_way_out(tmp_path: Path, entry: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    result = load(tmp_path, BATON_DECODE_WORKERS=entry)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"BATON_DECODE_WORKERS: {entry!r} ")
+    assert "write for example" in result.stderr

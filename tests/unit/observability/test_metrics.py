@@ -6,7 +6,7 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client.parser import text_string_to_metric_families
 
-from observability.metrics import BoundedLabel
+from observability.metrics import BoundedLabel, WorkerState
 from observability.telemetry import Telemetry, build
 from observability.timings import HandoffStages, TtftStages
 
@@ -117,6 +117,50 @@ def test_the_workers_metrics(telemetry: Telemetry) -> None:
     assert value(telemetry, "baton_handoff_duration_seconds_sum") == pytest.approx(0.02)
     stage = "baton_handoff_stage_duration_seconds_sum"
     assert value(telemetry, stage, baton_stage="kv_transfer") == pytest.approx(0.004)
+
+
+def test_picks_by_how_they_came_about(telemetry: Telemetry) -> None:
+    for outcome in ("affinity", "affinity", "overflow"):
+        telemetry.metrics.pick("decode", outcome)
+    telemetry.metrics.pick("prefill", "least_loaded")
+    name = "baton_routing_picks_total"
+    assert value(telemetry, name, baton_role="decode", baton_outcome="affinity") == 2
+    assert value(telemetry, name, baton_role="decode", baton_outcome="overflow") == 1
+    assert value(telemetry, name, baton_role="prefill", baton_outcome="least_loaded") == 1
+
+
+def test_only_workers_that_are_known_now_are_shown(telemetry: Telemetry) -> None:
+    workers = [
+        WorkerState("decode", "10.0.0.1:1", "up", "closed"),
+        WorkerState("decode", "10.0.0.2:1", "up", "open"),
+        WorkerState("decode", "10.0.0.3:1", "down", "half-open"),
+        WorkerState("prefill", "10.0.0.4:1", "draining", "closed"),
+    ]
+    telemetry.metrics.watch_workers(lambda: workers)
+    known = "baton_routing_workers"
+    assert value(telemetry, known, baton_role="decode", baton_state="up") == 2
+    assert value(telemetry, known, baton_role="decode", baton_state="down") == 1
+    assert value(telemetry, known, baton_role="prefill", baton_state="draining") == 1
+    breaker = "baton_routing_breaker"
+    found = {
+        dict(labels)["baton_worker"]: n for (name, labels), n in samples(telemetry).items() if name == breaker
+    }
+    assert found == {"10.0.0.1:1": 0, "10.0.0.2:1": 2, "10.0.0.3:1": 1, "10.0.0.4:1": 0}
+    del workers[1:]
+    assert {name for name, labels in samples(telemetry) if "10.0.0.2:1" in dict(labels).values()} == set()
+    assert (known, frozenset({("baton_role", "prefill"), ("baton_state", "draining")})) not in samples(
+        telemetry
+    )
+
+
+def test_of_very_many_workers_the_worst_are_shown(telemetry: Telemetry) -> None:
+    workers = [WorkerState("decode", f"10.0.0.{n}:1", "up", "closed") for n in range(100)]
+    workers.append(WorkerState("decode", "10.0.1.1:1", "up", "open"))
+    telemetry.metrics.watch_workers(lambda: workers)
+    shown = [dict(labels) for name, labels in samples(telemetry) if name == "baton_routing_breaker"]
+    assert len(shown) == 32
+    assert "10.0.1.1:1" in {labels["baton_worker"] for labels in shown}
+    assert value(telemetry, "baton_routing_workers", baton_role="decode", baton_state="up") == 101
 
 
 def test_the_load_is_read_at_each_scrape(telemetry: Telemetry) -> None:

@@ -1,0 +1,91 @@
+"""What became of a call, told to the breakers of the workers that had a part in it.
+
+Invariant: whatever happens, each worker's trial is settled at most once a call, and nobody is blamed for
+another: a decode worker not for prefill workers that fail, a worker not for being full or draining.
+Must not know: who else could have been called, what is retried.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from grpc import aio
+
+from baton.v1 import decode_pb2
+from gateway.routing.circuit_breaker import Trial
+from services.rpc.status import Draining, failed_targets_of, is_fault, reason_of
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Whom a failed call speaks against. By default nobody."""
+
+    decode: bool = False
+    is_draining: bool = False  # decode takes nothing new; its load report will say so, too
+    prefill_targets: tuple[str, ...] = ()
+
+    @classmethod
+    def of_rpc(cls, error: aio.AioRpcError) -> "Blame":
+        return cls(
+            decode=is_fault(error),
+            is_draining=reason_of(error) == Draining.__name__,
+            prefill_targets=failed_targets_of(error),
+        )
+
+
+class RouteOutcome:
+    """One route's.
+
+    Args:
+        decode: of the decode worker.
+        prefill: of each prefill worker that decode may ask, by address.
+        on_draining: called when the decode worker says that it drains.
+    """
+
+    def __init__(self, decode: Trial, prefill: Mapping[str, Trial], on_draining: Callable[[], None]) -> None:
+        self._decode = decode
+        self._prefill = dict(prefill)
+        self._on_draining = on_draining
+        self._is_settled = False
+
+    def answered(self, timings: decode_pb2.FirstTextTimings) -> None:
+        """The first message has come."""
+        if self._is_settled:
+            return
+        self._decode.answered()
+        self._blame_prefill(timings.failed_prefill_targets)
+        if trial := self._prefill.get(timings.prefill_target):
+            trial.answered()
+
+    def finished(self, timings: decode_pb2.FirstTextTimings) -> None:
+        """The call has ended well."""
+        if self._is_settled:
+            return
+        self._decode.succeeded()
+        self._blame_prefill(timings.failed_prefill_targets)
+        if trial := self._prefill.pop(timings.prefill_target, None):
+            trial.succeeded()
+        self.dropped()
+
+    def failed(self, blame: Blame) -> None:
+        """The call was refused or broke off."""
+        if self._is_settled:
+            return
+        if blame.decode:
+            self._decode.failed()
+        self._blame_prefill(blame.prefill_targets)
+        if blame.is_draining:
+            self._on_draining()
+        self.dropped()
+
+    def dropped(self) -> None:
+        """Nothing more will be known. Idempotent."""
+        self._is_settled = True
+        for trial in (self._decode, *self._prefill.values()):
+            trial.dropped()
+        self._prefill.clear()
+
+    def _blame_prefill(self, targets: Iterable[str]) -> None:
+        """Each once: later messages repeat what the first one said."""
+        for target in targets:
+            if trial := self._prefill.pop(target, None):
+                trial.failed()

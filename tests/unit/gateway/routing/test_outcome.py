@@ -1,0 +1,105 @@
+"""Who is blamed for a call, and who is not."""
+
+from random import Random
+
+import grpc
+import pytest
+from grpc import aio
+
+from baton.v1 import decode_pb2
+from gateway.routing.circuit_breaker import THRESHOLD, BreakerState, CircuitBreaker
+from gateway.routing.outcome import Blame, RouteOutcome
+from services.rpc.status import FAILED_TARGETS_KEY, REASON_KEY
+
+
+def rpc_error(code: grpc.StatusCode, **metadata: str) -> aio.AioRpcError:
+    trailing = aio.Metadata(*((key.replace("_", "-"), value) for key, value in metadata.items()))
+    return aio.AioRpcError(code, aio.Metadata(), trailing, "as scripted")
+
+
+class World:
+    def __init__(self) -> None:
+        self.decode, self.p1, self.p2 = (
+            CircuitBreaker(name, clock=lambda: 0.0, random=Random(1)) for name in ("d", "p1", "p2")
+        )
+        self.num_drains = 0
+
+    def outcome(self, cause: str) -> RouteOutcome:
+        prefill = {"p1": self.p1.begin(cause), "p2": self.p2.observe(cause)}
+        return RouteOutcome(self.decode.begin(cause), prefill, self._drains)
+
+    def _drains(self) -> None:
+        self.num_drains += 1
+
+    @property
+    def open(self) -> set[str]:
+        named = {"d": self.decode, "p1": self.p1, "p2": self.p2}
+        return {name for name, breaker in named.items() if breaker.state is BreakerState.OPEN}
+
+
+@pytest.mark.parametrize(
+    ("code", "is_fault"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, True),
+        (grpc.StatusCode.INTERNAL, True),
+        (grpc.StatusCode.UNKNOWN, True),
+        (grpc.StatusCode.DATA_LOSS, True),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, True),
+        (grpc.StatusCode.CANCELLED, False),
+        (grpc.StatusCode.INVALID_ARGUMENT, False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, False),
+        (grpc.StatusCode.FAILED_PRECONDITION, False),
+        (grpc.StatusCode.ABORTED, False),
+    ],
+)
+def test_which_statuses_speak_against_a_worker(code: grpc.StatusCode, *, is_fault: bool) -> None:
+    assert Blame.of_rpc(rpc_error(code)).decode is is_fault
+    world = World()
+    for number in range(THRESHOLD):
+        world.outcome(f"r{number}").failed(Blame.of_rpc(rpc_error(code)))
+    assert world.open == ({"d"} if is_fault else set())
+
+
+def test_a_draining_worker_is_not_to_blame_and_is_noted() -> None:
+    world = World()
+    blame = Blame.of_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, **{REASON_KEY: "Draining"}))
+    for number in range(THRESHOLD):
+        world.outcome(f"r{number}").failed(blame)
+    assert world.open == set()
+    assert world.num_drains == THRESHOLD
+
+
+def test_decode_is_not_to_blame_for_prefill() -> None:
+    world = World()
+    metadata = {REASON_KEY: "PrefillUnavailable", FAILED_TARGETS_KEY: "p1,p2,stranger"}
+    for number in range(THRESHOLD):
+        world.outcome(f"r{number}").failed(Blame.of_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, **metadata)))
+    assert world.open == {"p1", "p2"}
+
+
+def test_a_prefill_worker_that_another_stood_in_for_is_counted_once_a_call() -> None:
+    world = World()
+    timings = decode_pb2.FirstTextTimings(prefill_target="p2", failed_prefill_targets=["p1"])
+    for number in range(THRESHOLD):
+        outcome = world.outcome(f"r{number}")
+        outcome.answered(timings)
+        outcome.finished(timings)  # says the same again
+        assert world.open == ({"p1"} if number == THRESHOLD - 1 else set())
+
+
+def test_a_first_token_whose_pages_never_came_is_no_success() -> None:
+    world = World()
+    for number in range(THRESHOLD):
+        outcome = world.outcome(f"r{number}")
+        outcome.answered(decode_pb2.FirstTextTimings(prefill_target="p1"))
+        outcome.finished(decode_pb2.FirstTextTimings(prefill_target="p1", failed_prefill_targets=["p1"]))
+    assert world.open == {"p1"}
+
+
+def test_after_the_first_word_nothing_counts() -> None:
+    world = World()
+    for number in range(THRESHOLD):
+        outcome = world.outcome(f"r{number}")
+        outcome.dropped()
+        outcome.failed(Blame(decode=True, prefill_targets=("p1",)))
+    assert world.open == set()
