@@ -74,6 +74,7 @@ class Admission:
             try:
                 return await self._open(route, request, patience_ends, deadline)
             except CallFailed as failure:
+                route.outcome.failed(failure.blame)
                 _log.info("decode worker %s did not admit: %s", route.decode.address, failure)
                 if isinstance(failure.error, InvalidRequest):
                     raise failure.error from failure
@@ -81,6 +82,9 @@ class Admission:
                     raise timed_out() from failure
                 if not isinstance(refusal, Overloaded):
                     refusal = failure.error
+            except BaseException:
+                route.outcome.dropped()
+                raise
 
     async def _open(
         self, route: Route, request: decode_pb2.GenerateRequest, patience_ends: float, deadline: float
@@ -93,10 +97,9 @@ class Admission:
         try:
             await self._answered(answer, route.decode.address, sent_at, patience_ends)
             await _raise_if_refused(call)
-        except BaseException as error:
+        except BaseException:
             answer.cancel()
             call.cancel()
-            route.outcome.failed(error.blame if isinstance(error, CallFailed) else Blame())
             raise
         return DecodeCall(route, call, sent_at=sent_at, clock=self._clock)
 

@@ -1,7 +1,7 @@
 """Which workers a request goes to: a decode worker, and prefill workers in order.
 
 Invariants: only workers that are up, take work and serve the same model as the rest are ever named; a
-request that was sent but is not yet in a load report counts already, so a burst spreads.
+request counts as load from its pick to its end, so a burst spreads.
 Must not know: replies, HTTP, what the requests ask for.
 
 Parts: `routing/pool.py` (who is there), `routing/picker.py` (who is preferred),
@@ -150,6 +150,11 @@ class Router:
         }
 
     @property
+    def num_under_way(self) -> int:
+        """Routes whose outcome is not known yet, at any worker."""
+        return sum(watch.num_held for pool in self._pools.values() for watch in pool.workers)
+
+    @property
     def worker_states(self) -> list[WorkerState]:
         """Every worker that may get requests, for the metrics."""
         return [
@@ -187,7 +192,6 @@ class Router:
         first = self._picker.ranked("decode", decode, prompt)[0]
         prefill = self._picker.ranked("prefill", prefill, prompt)[:_MOST_PREFILL_TARGETS]
         for watch in (first, *prefill[:1]):
-            watch.note_sent()
             watch.last_picked = next(self._picks)
         outcome = RouteOutcome(
             first.breaker.begin(cause),
@@ -195,6 +199,8 @@ class Router:
                 watch.address: watch.breaker.observe(cause) if rank else watch.breaker.begin(cause)
                 for rank, watch in enumerate(prefill)
             },
+            release_decode=first.hold(),
+            release_prefill=prefill[0].hold() if prefill else lambda: None,
             on_draining=first.note_draining,
         )
         target = DecodeTarget(first.address, first.stub, first.lost)

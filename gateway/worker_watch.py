@@ -3,12 +3,14 @@
 Invariant: a worker is up only while its load stream speaks; one that is silent for `SILENCE_S` counts
 as gone, and every call to it is told (`lost`). A process that comes back on the same address is up
 again once it has introduced itself, and starts with a clean record.
+
+Its load is what this gateway has under way there, which is known exactly, and what others have: the rest of
+the last report, up to 0.1 s old. So a burst counts at once, and what has ended counts no more.
 Must not know: which worker is the better choice, replies.
 """
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from random import Random
@@ -25,7 +27,6 @@ from services.rpc.channel import create_channel
 SILENCE_S = 3.0  # workers report at least once a second
 _INTRODUCTION_S = 2.0
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.05, 1.0
-_REPORT_LAG_S = 0.15  # a worker looks at its load every 0.1 s
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class WorkerWatch:
         self._on_change = on_change
         self._channel = create_channel(address, interceptors)
         self.stub = stub_for(self._channel)
-        self._sent: deque[float] = deque()
+        self.num_held = 0  # requests of this gateway, not yet ended
+        self._num_others = 0  # requests of other gateways, at the last report
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -101,9 +103,17 @@ class WorkerWatch:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    def note_sent(self) -> None:
-        """A request is on its way; it counts as load until a report can have seen it."""
-        self._sent.append(self._clock())
+    def hold(self) -> Callable[[], None]:
+        """Counts a request of this gateway as load, from now until what is returned is called."""
+        self.num_held += 1
+        is_held = True
+
+        def release() -> None:
+            nonlocal is_held
+            self.num_held -= is_held
+            is_held = False
+
+        return release
 
     def note_draining(self) -> None:
         """It refused a request because it drains; its load report is still on the way."""
@@ -119,7 +129,7 @@ class WorkerWatch:
         num_free = load.blocks_total - load.blocks_used  # cached blocks are given up on demand
         return Candidate(
             address=self.address,
-            num_requests=load.running + load.waiting + len(self._sent),
+            num_requests=self._num_others + self.num_held,
             capacity=max(self.info.max_num_seqs, 1),
             share_of_blocks=load.blocks_used / max(load.blocks_total, 1),
             lacks_room=num_free * self.block_size < num_tokens,
@@ -170,8 +180,7 @@ class WorkerWatch:
         if self.info is not None and self.info.instance != info.instance:
             self.breaker.reset()
         self.info, self.load, self.heard_at = info, load, now
-        while self._sent and now - self._sent[0] >= _REPORT_LAG_S:
-            self._sent.popleft()
+        self._num_others = max(0, load.running + load.waiting - self.num_held)
         if before != (self.takes_work, self.fingerprint):
             self._on_change()
 
@@ -180,7 +189,6 @@ class WorkerWatch:
             return
         _log.warning("worker %s is gone: %s", self.address, reason)
         self.load = None
-        self._sent.clear()
         self._on_change()
         self.lost.beat()
 

@@ -1,7 +1,8 @@
-"""What became of a call, told to the breakers of the workers that had a part in it.
+"""What became of a call, told to the breakers of the workers that had a part in it, and to their loads.
 
-Invariant: whatever happens, each worker's trial is settled at most once a call, and nobody is blamed for
+Invariants: whatever happens, each worker's trial is settled at most once a call, and nobody is blamed for
 another: a decode worker not for prefill workers that fail, a worker not for being full or draining.
+The call counts as load until it has ended; at the prefill worker until its first message.
 Must not know: who else could have been called, what is retried.
 """
 
@@ -38,12 +39,23 @@ class RouteOutcome:
     Args:
         decode: of the decode worker.
         prefill: of each prefill worker that decode may ask, by address.
+        release_decode, release_prefill: end the call's part of the loads. Idempotent.
         on_draining: called when the decode worker says that it drains.
     """
 
-    def __init__(self, decode: Trial, prefill: Mapping[str, Trial], on_draining: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        decode: Trial,
+        prefill: Mapping[str, Trial],
+        *,
+        release_decode: Callable[[], None],
+        release_prefill: Callable[[], None],
+        on_draining: Callable[[], None],
+    ) -> None:
         self._decode = decode
         self._prefill = dict(prefill)
+        self._release_decode = release_decode
+        self._release_prefill = release_prefill
         self._on_draining = on_draining
         self._is_settled = False
 
@@ -51,6 +63,7 @@ class RouteOutcome:
         """The first message has come."""
         if self._is_settled:
             return
+        self._release_prefill()
         self._decode.answered()
         self._blame_prefill(timings.failed_prefill_targets)
         if trial := self._prefill.get(timings.prefill_target):
@@ -80,6 +93,8 @@ class RouteOutcome:
     def dropped(self) -> None:
         """Nothing more will be known. Idempotent."""
         self._is_settled = True
+        self._release_decode()
+        self._release_prefill()
         for trial in (self._decode, *self._prefill.values()):
             trial.dropped()
         self._prefill.clear()

@@ -29,6 +29,17 @@ class LyingPrefill(prefill_pb2_grpc.PrefillServicer):
         if self._then_fail is not None:
             await context.abort(self._then_fail, "as scripted")
 
+    async def GetInfo(self, request, context):  # type: ignore[no-untyped-def]
+        async with aio.insecure_channel(self._honest) as channel:
+            info = await prefill_pb2_grpc.PrefillStub(channel).GetInfo(request)
+        info.instance = "a liar"
+        return info
+
+    async def WatchLoad(self, request, context):  # type: ignore[no-untyped-def]
+        async with aio.insecure_channel(self._honest) as channel:
+            async for load in prefill_pb2_grpc.PrefillStub(channel).WatchLoad(request):
+                yield load
+
 
 @asynccontextmanager
 async def lying_prefill(

@@ -104,6 +104,7 @@ async def gateway(
             yield Gateway(hub, router, generations, spans, telemetry.metrics)
         finally:
             await generations.close()
+            assert router.num_under_way == 0  # whatever a test did, every route has told its outcome
             await router.close()
             await hub.close()
             telemetry.shutdown()

@@ -23,10 +23,17 @@ class World:
             CircuitBreaker(name, clock=lambda: 0.0, random=Random(1)) for name in ("d", "p1", "p2")
         )
         self.num_drains = 0
+        self.released: list[str] = []
 
     def outcome(self, cause: str) -> RouteOutcome:
         prefill = {"p1": self.p1.begin(cause), "p2": self.p2.observe(cause)}
-        return RouteOutcome(self.decode.begin(cause), prefill, self._drains)
+        return RouteOutcome(
+            self.decode.begin(cause),
+            prefill,
+            release_decode=lambda: self.released.append("decode"),
+            release_prefill=lambda: self.released.append("prefill"),
+            on_draining=self._drains,
+        )
 
     def _drains(self) -> None:
         self.num_drains += 1
@@ -103,3 +110,20 @@ def test_after_the_first_word_nothing_counts() -> None:
         outcome.dropped()
         outcome.failed(Blame(decode=True, prefill_targets=("p1",)))
     assert world.open == set()
+
+
+def test_a_call_counts_as_load_until_it_ends_at_prefill_until_it_has_answered() -> None:
+    world = World()
+    outcome = world.outcome("r")
+    assert world.released == []
+    outcome.answered(decode_pb2.FirstTextTimings())
+    assert world.released == ["prefill"]
+    outcome.finished(decode_pb2.FirstTextTimings())
+    assert "decode" in world.released
+
+
+def test_a_call_that_fails_or_is_dropped_is_no_load_either() -> None:
+    for end in (lambda outcome: outcome.failed(Blame()), lambda outcome: outcome.dropped()):
+        world = World()
+        end(world.outcome("r"))
+        assert set(world.released) == {"decode", "prefill"}

@@ -1,0 +1,62 @@
+"""A worker's load as a gateway reckons it: its own requests exactly, others' from reports."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+
+from baton.v1 import common_pb2
+from gateway.worker_watch import WorkerWatch, decode_watch
+from tests.fake_decode import FakeWorker, running
+from tests.waiting import eventually
+
+
+@asynccontextmanager
+async def watching(worker: FakeWorker) -> AsyncIterator[WorkerWatch]:
+    async with running(worker):
+        watch = decode_watch(
+            worker.address, (), clock=time.monotonic, random=Random(1), on_change=lambda: None
+        )
+        watch.start()
+        try:
+            await eventually(lambda: watch.is_up)
+            yield watch
+        finally:
+            await watch.close()
+
+
+def num_requests(watch: WorkerWatch) -> int:
+    return watch.candidate(1).num_requests
+
+
+async def report(worker: FakeWorker, watch: WorkerWatch, running: int, waiting: int) -> None:
+    worker.script.load = common_pb2.Load(running=running, waiting=waiting, blocks_total=1000)
+    await eventually(lambda: watch.load is not None and watch.load.running == running)
+
+
+async def test_own_requests_count_from_their_pick_to_their_end_and_never_twice() -> None:
+    worker = FakeWorker()
+    async with watching(worker) as watch:
+        releases = [watch.hold() for _ in range(3)]
+        assert num_requests(watch) == 3
+        await report(worker, watch, running=2, waiting=1)  # the same three
+        assert num_requests(watch) == 3
+        releases[0]()
+        releases[0]()
+        assert num_requests(watch) == 2
+        for release in releases:
+            release()
+        assert num_requests(watch) == 0  # without waiting for a report
+
+
+async def test_what_others_have_there_comes_with_the_reports() -> None:
+    worker = FakeWorker()
+    async with watching(worker) as watch:
+        release = watch.hold()
+        await report(worker, watch, running=4, waiting=2)
+        assert num_requests(watch) == 6
+        release()
+        assert num_requests(watch) == 5
+        watch.hold()
+        watch.hold()
+        assert num_requests(watch) == 7
