@@ -1,0 +1,161 @@
+"""What the cells of the failure matrix are made of: requests, the states to fail in, the failures.
+
+Each state is observed from outside before the failure comes: in load reports, in the bytes that have
+crossed the link, or in the text that the client has.
+"""
+
+import asyncio
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from services.engine.sim_model import words
+from tests.integration.cluster import generate_request
+from tests.integration.failure_rig import KV_BYTES_PER_TOKEN, NUM_PREFILL_SLOTS, Rig, Worker
+from tests.integration.reply_readers import ReadReply
+from tests.tcp_proxy import TcpProxy
+from tests.waiting import eventually
+
+NUM_PROMPT_TOKENS = 64
+SLOW_BYTES_PER_S = 1_000_000
+_SOME_BYTES = 100_000  # of 2.9 MB
+_BLOCKER_PROMPT, _BLOCKER_TOKENS = 1000, 2500  # 20 s of prefill, 12 s of decode
+_SEED = 7
+
+
+class State(StrEnum):
+    """Where the reply is when something fails."""
+
+    QUEUED = "queued"
+    PREFILLING = "mid-prefill"
+    TRANSFERRING = "mid-transfer"
+    ANSWERED = "first-token"
+
+
+class Failure(StrEnum):
+    """What happens; the last three to the link from decode to prefill."""
+
+    KILL = "kill"
+    STOP = "stop"
+    STATUS = "error-status"
+    RESET = "reset"
+    BLACK_HOLE = "black-hole"
+    SLOW = "slow"
+
+
+class Help(StrEnum):
+    """Whether somebody else can go on."""
+
+    SPARE = "spare"
+    ALONE = "alone"
+
+
+# A worker may refuse a request that waits, and break off one that it has begun.
+STATUSES = {
+    State.QUEUED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    State.PREFILLING: grpc.StatusCode.INTERNAL,
+    State.TRANSFERRING: grpc.StatusCode.UNAVAILABLE,
+    State.ANSWERED: grpc.StatusCode.DATA_LOSS,
+}
+
+
+def decode_request(name: str, targets: list[str]) -> decode_pb2.GenerateRequest:
+    """40 seeded words after a prompt that no other name has."""
+    numbers = random.Random(name)
+    request = generate_request(f"reply-{secrets.token_hex(12)}", 0, seed=_SEED, prefill_targets=targets)
+    request.prompt_token_ids.extend(numbers.choices(range(200), k=NUM_PROMPT_TOKENS))
+    return request
+
+
+def chat_body(name: str) -> dict[str, Any]:
+    """40 seeded words after a prompt that no other name has, and as many tokens as all of them."""
+    content = " ".join(["Say", *random.Random(name).choices(words(), k=NUM_PROMPT_TOKENS - 20)])
+    sampling = {"seed": _SEED, "temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+    return {"messages": [{"role": "user", "content": content}], **sampling}
+
+
+class Blockers:
+    """Calls that take every slot of some workers, until these are let go."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._calls: list[aio.UnaryStreamCall[Any, Any]] = []
+
+    async def fill(self, worker: Worker) -> None:
+        """Returns once the worker is busy with them."""
+        name = f"blocker-{secrets.token_hex(4)}"
+        if worker is self._rig.prefill:
+            info = await worker.prefill.GetInfo(common_pb2.GetInfoRequest())
+            for n in range(NUM_PREFILL_SLOTS):
+                request = decode_request(name, [])
+                asked = prefill_pb2.PrefillRequest(identity=info.identity, sampling=request.sampling)
+                asked.prompt_token_ids.extend([n] * _BLOCKER_PROMPT)
+                self._calls.append(worker.prefill.Prefill(asked))
+            await eventually(lambda: _load_is(worker, running=NUM_PREFILL_SLOTS))
+        else:
+            request = decode_request(name, [self._rig.spare.address])
+            request.sampling.max_tokens, request.sampling.ignore_eos = _BLOCKER_TOKENS, True
+            self._calls.append(worker.decode.Generate(request))
+            await eventually(lambda: _load_is(worker, running=1))
+
+    def let_go(self) -> None:
+        for call in self._calls:
+            call.cancel()
+
+
+async def reach(
+    state: State,
+    start: Callable[[], ReadReply],
+    *,
+    link: TcpProxy,
+    prefill: Worker,
+    queue_at: Sequence[Worker],
+    blockers: Blockers,
+) -> ReadReply:
+    """Starts a reply and brings it into a state; says so if it is past it already.
+
+    Args:
+        link: what its pages cross.
+        queue_at: whose slots are taken if it is to queue.
+    """
+    if state is State.QUEUED:
+        for worker in queue_at:
+            await blockers.fill(worker)
+    if state is State.ANSWERED:
+        link.limit(SLOW_BYTES_PER_S)  # the first token overtakes the pages
+    crossed = link.to_client.num_bytes
+    reply = start()
+    match state:
+        case State.QUEUED:
+            await eventually(lambda: _any_waits(queue_at))
+        case State.PREFILLING:
+            await eventually(lambda: _load_is(prefill, running=1))
+        case State.TRANSFERRING:
+            await link.to_client.wait_for(crossed + _SOME_BYTES)
+        case State.ANSWERED:
+            await asyncio.wait_for(reply.seen_text.wait(), 10.0)
+    assert link.to_client.num_bytes - crossed < NUM_PROMPT_TOKENS * KV_BYTES_PER_TOKEN, "it has joined"
+    assert bool(reply.text) == (state is State.ANSWERED)
+    return reply
+
+
+async def waiting_at(workers: Sequence[Worker]) -> Worker:
+    """The worker with whom the reply queues, or waits for its pages."""
+    loads = await asyncio.gather(*(worker.load() for worker in workers))
+    (found,) = [worker for worker, load in zip(workers, loads, strict=True) if load.waiting == 1]
+    return found
+
+
+async def _any_waits(workers: Sequence[Worker]) -> bool:
+    loads = await asyncio.gather(*(worker.load() for worker in workers))
+    return any(load.waiting == 1 for load in loads)
+
+
+async def _load_is(worker: Worker, *, running: int) -> bool:
+    return (await worker.load()).running == running
