@@ -49,9 +49,9 @@ def engine(
     Takes five to ten minutes, by the number of batches and contexts.
     """
     import observability.logs
-    from bench.engine.errors import BenchFailed
     from bench.engine.run import run
     from bench.engine.settings import Settings
+    from bench.errors import BenchFailed
     from cli.model import ensure_default_model
     from services.engine.errors import UnsupportedModel
 

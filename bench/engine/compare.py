@@ -6,10 +6,10 @@ Every timed run has prompts of its own, so nobody's prefix cache can answer for 
 from collections.abc import Sequence
 
 from bench.engine.contestant import Contestant, Timed
-from bench.engine.errors import BenchFailed
 from bench.engine.rounds import Comparison
 from bench.engine.settings import PEER_BATCH, Settings
 from bench.engine.workload import Prompt, make_prompts
+from bench.errors import BenchFailed
 
 
 class Comparer:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.engine.errors import BenchFailed
 from bench.engine.workload import Prompt
+from bench.errors import BenchFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from bench.engine.bandwidth import ReadBandwidth
 from bench.engine.compare import Comparer
 from bench.engine.contestant import Contestant
-from bench.engine.loop_lag import summarize, watched_loop
 from bench.engine.ours import OurEngine
 from bench.engine.rounds import FeaturesPoint, Round, SweepPoint
 from bench.engine.settings import PEER_BATCH, Settings
 from bench.engine.step_split import split_decode_steps
 from bench.engine.workload import all_features, greedy, make_prompts, make_requests
+from bench.loop_lag import summarize, watched_loop
 from services.engine.precision import Precision
 
 EXACT, FAST = "exact", "fast"  # our modes, by name

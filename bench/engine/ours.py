@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.engine.contestant import Timed, check_replies
-from bench.engine.errors import BenchFailed
 from bench.engine.settings import Settings
 from bench.engine.workload import Prompt, greedy, make_requests
+from bench.errors import BenchFailed
 from services.engine.config import EngineConfig
 from services.engine.loop import HfEngine
 from services.engine.precision import Precision

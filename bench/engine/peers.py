@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.engine.contestant import Timed, check_replies
-from bench.engine.errors import BenchFailed
 from bench.engine.settings import PEER_BATCH, Settings
 from bench.engine.workload import Prompt
+from bench.errors import BenchFailed
 
 _NO_EOS = -1  # no token is: replies reach their full length
 _PAGE_SIZE = 64

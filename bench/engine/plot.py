@@ -12,11 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
+from bench.axes import clean, whisker
 from bench.engine.figures import PEER, Figures, decode_tokens_per_s, step_s
 from bench.engine.measure import EXACT, FAST
 from bench.engine.settings import PEER_BATCH
 from bench.engine.step_split import StepSplit
-from bench.statistics import Spread, spread
+from bench.statistics import spread
 
 _PARTS = (  # attribute of StepSplit, label, colour
     ("forward_s", "forward", "#4c78a8"),
@@ -78,7 +79,7 @@ def _plot_steps(axes: Axes, figures: Figures) -> None:
         frameon=False,
         fontsize=9,
     )
-    _clean(axes)
+    clean(axes)
 
 
 def _groups(figures: Figures) -> Iterator[tuple[str, dict[str, list[StepSplit]]]]:
@@ -103,7 +104,7 @@ def _stack(axes: Axes, place: float, splits: list[StepSplit]) -> None:
         height = spread(getattr(split, part) for split in splits).median * 1000
         axes.bar(place, height, 0.85, bottom=bottom, color=colour)
         bottom += height
-    _whisker(axes, place, spread(split.step_s for split in splits).scaled(1000))
+    whisker(axes, place, spread(split.step_s for split in splits).scaled(1000))
 
 
 def _plot_rates(axes: Axes, figures: Figures, title: str, batch: int) -> None:
@@ -115,35 +116,9 @@ def _plot_rates(axes: Axes, figures: Figures, title: str, batch: int) -> None:
         else:
             rate = figures.compared(name, decode_tokens_per_s)
         axes.bar(place, rate.median, 0.7, color=_COLOURS[name])
-        _whisker(axes, place, rate)
+        whisker(axes, place, rate)
     axes.set_xticks(range(len(names)), [_LABELS[name].replace(" (", "\n(") for name in names], fontsize=8)
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("decode tokens/s")
     axes.set_title(f"{title}, prompts of {figures.settings.peer_prompt} tokens", fontsize=11, pad=26)
-    _clean(axes)
-
-
-def _whisker(axes: Axes, place: float, value: Spread) -> None:
-    """The range, and the median as a number above it."""
-    errors = [[value.median - value.low], [value.high - value.median]]
-    axes.errorbar(place, value.median, yerr=errors, color="#333333", capsize=3, linewidth=1)
-    axes.annotate(
-        _number(value.median),
-        (place, value.high),
-        (0, 3),
-        textcoords="offset points",
-        ha="center",
-        fontsize=8,
-    )
-
-
-def _number(value: float) -> str:
-    """Three digits, no exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _clean(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.yaxis.grid(visible=True, color="#e4e4e4")
-    axes.set_axisbelow(True)
-    axes.margins(y=0.12)
+    clean(axes)

@@ -2,17 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from bench.engine.figures import PEER, Figures, decode_tokens_per_s, run_tokens_per_s, step_s
 from bench.engine.measure import EXACT, FAST
 from bench.engine.rounds import Comparison
 from bench.statistics import Spread, spread
+from bench.topic import Topic, make_topic
 
 _MODES = (EXACT, FAST)
 _NONE = "-"
@@ -21,20 +16,6 @@ _NONE = "-"
 def result_line(figures: Figures) -> str:
     """The last line of stdout."""
     return "RESULT " + json.dumps(figures.result())
-
-
-@dataclass(frozen=True, slots=True)
-class Topic:
-    """One table, and under it what its figures mean."""
-
-    title: str
-    definition: str
-    table: Table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")
-        yield self.table
-        yield Padding(Text(self.definition, style="dim"), (0, 1))
 
 
 def topics(figures: Figures) -> Iterator[Topic]:
@@ -46,15 +27,8 @@ def topics(figures: Figures) -> Iterator[Topic]:
     yield _agreement(figures)
 
 
-def _topic(title: str, definition: str, *columns: str) -> Topic:
-    table = Table()
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    return Topic(title, definition, table)
-
-
 def _steps(figures: Figures) -> Topic:
-    topic = _topic(
+    topic = make_topic(
         "Decode steps, greedy",
         "Every figure: median of the rounds (smallest..largest). Step: mean of the steps in which the "
         "whole batch ran and nothing else; its parts beside it, medians in ms. Scheduling: all of the "
@@ -83,7 +57,7 @@ def _steps(figures: Figures) -> Topic:
 
 
 def _features(figures: Figures) -> Topic:
-    topic = _topic(
+    topic = make_topic(
         "Batch 16 with every sampling feature on",
         "Temperature, top-k, top-p, min-p, three penalties, logit bias, 5 logprobs, stop strings, "
         "min_tokens, seeds. Overhead: share of a step outside the forward pass. Lag: how late a task that "
@@ -106,7 +80,7 @@ def _features(figures: Figures) -> Topic:
 
 def _floor(figures: Figures) -> Topic:
     size = figures.settings.bandwidth_bytes // 2**20
-    topic = _topic(
+    topic = make_topic(
         f"Batch 1 against the memory-bandwidth floor; measured {figures.bytes_per_s.scaled(1e-9)} GB/s",
         f"Bandwidth: the best of several sums over {size} MiB by torch, {figures.settings.threads} "
         "thread(s), in each round. Floor: (bytes of weights + bytes of active KV) / bandwidth; linear "
@@ -132,7 +106,7 @@ def _floor(figures: Figures) -> Topic:
 def _comparison(figures: Figures) -> Topic:
     s = figures.settings
     names = [*_MODES, PEER] if s.peers else list(_MODES)
-    topic = _topic(
+    topic = make_topic(
         "Ours, through the whole engine, and transformers in fp32; same prompts, threads and minutes",
         f"Step: one stream, prompt {s.peer_prompt}; (time of {s.peer_tokens} tokens - time of 1) / "
         f"{s.peer_tokens - 1}; theirs by `generate`. Decode tokens/s: 16 streams of such prompts at once; "
@@ -161,7 +135,7 @@ def _comparison(figures: Figures) -> Topic:
 
 
 def _agreement(figures: Figures) -> Topic:
-    topic = _topic(
+    topic = make_topic(
         "Greedy replies that are equal, token for token",
         "Of one stream for `generate`, of 16 at once otherwise. The exact mode should equal fp32 but for "
         "ties; the fast mode rounds weights, so its replies part where two tokens are nearly as good. "

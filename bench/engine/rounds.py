@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from bench.engine.loop_lag import LoopLag
 from bench.engine.step_split import StepSplit
+from bench.loop_lag import LoopLag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

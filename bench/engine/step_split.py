@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from bench.engine.errors import BenchFailed
+from bench.errors import BenchFailed
 from services.engine.step_times import StepTimes
 
 

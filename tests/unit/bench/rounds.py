@@ -5,11 +5,11 @@ from pathlib import Path
 
 from bench.engine.figures import PEER, Figures
 from bench.engine.floor import WeightCount
-from bench.engine.loop_lag import LoopLag
 from bench.engine.measure import EXACT, FAST, Measured
 from bench.engine.rounds import Comparison, FeaturesPoint, Round, SweepPoint
 from bench.engine.settings import Settings
 from bench.engine.step_split import StepSplit
+from bench.loop_lag import LoopLag
 
 SETTINGS = Settings(model=Path("tiny"), rounds=3, batches=(1, 16), contexts=(100,), prefills=(256,))
 SPEED = {EXACT: 1.0, FAST: 2.0, PEER: 0.5}

@@ -7,9 +7,9 @@ import pytest
 
 from bench.engine.compare import Comparer
 from bench.engine.contestant import Timed, check_replies
-from bench.engine.errors import BenchFailed
 from bench.engine.settings import PEER_BATCH, Settings
 from bench.engine.workload import Prompt
+from bench.errors import BenchFailed
 
 SETTINGS = Settings(model=Path("none"), peer_prompt=100, peer_tokens=11, prefills=(256, 1024))
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from bench.engine.loop_lag import summarize, watched_loop
+from bench.loop_lag import summarize, watched_loop
 from tests.waiting import eventually
 
 

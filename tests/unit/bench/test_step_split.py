@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.engine.errors import BenchFailed
 from bench.engine.step_split import split_decode_steps
+from bench.errors import BenchFailed
 from services.engine.step_times import StepTimes
 
 
