@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from bench.statistics import percentile
 
-_SLEEP_S = 0.005
-
 
 @dataclass(frozen=True, slots=True)
 class LoopLag:
-    """Seconds that a timer fired late, over all sleeps of 5 ms in a row."""
+    """Seconds that a timer fired late, over all sleeps in a row."""
 
     num_sleeps: int
     p50_s: float
@@ -22,10 +20,10 @@ class LoopLag:
 
 
 @contextlib.asynccontextmanager
-async def watched_loop() -> AsyncIterator[list[float]]:
+async def watched_loop(sleep_s: float = 0.005) -> AsyncIterator[list[float]]:
     """Collects oversleeps in seconds while the body runs."""
     late: list[float] = []
-    task = asyncio.create_task(_watch(late))
+    task = asyncio.create_task(_watch(late, sleep_s))
     try:
         yield late
     finally:
@@ -34,11 +32,11 @@ async def watched_loop() -> AsyncIterator[list[float]]:
             await task
 
 
-async def _watch(late: list[float]) -> None:
+async def _watch(late: list[float], sleep_s: float) -> None:
     while True:
         began = time.perf_counter()
-        await asyncio.sleep(_SLEEP_S)
-        late.append(time.perf_counter() - began - _SLEEP_S)
+        await asyncio.sleep(sleep_s)
+        late.append(time.perf_counter() - began - sleep_s)
 
 
 def summarize(late: list[float]) -> LoopLag:

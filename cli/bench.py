@@ -15,11 +15,6 @@ from services.engine.precision import Precision
 app = typer.Typer(help="Measure a part of the system.", no_args_is_help=True)
 
 
-@app.callback()
-def bench() -> None:
-    """Keeps `engine` a word of its own while it is the only benchmark."""
-
-
 @app.command()
 def engine(
     model: Annotated[
@@ -55,8 +50,7 @@ def engine(
     from cli.model import ensure_default_model
     from services.engine.errors import UnsupportedModel
 
-    if model is not None and not (model / "config.json").is_file():
-        raise CommandError(f"--model: {model} is not a model folder (no config.json)")
+    _check_model(model)
     if quick and (batches or contexts):
         raise CommandError("--quick has batches and contexts of its own: leave out --batches and --contexts")
     _check_files(json_file, plot_file)
@@ -78,6 +72,73 @@ def engine(
         raise CommandError(f"no figures: {error}") from error
 
 
+@app.command()
+def interference(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face model folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, by turns.")] = 3,
+    duration: Annotated[
+        float | None, typer.Option(min=1, help="Seconds of a window, at least.", show_default="60")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a prompt that arrives.", show_default="1500")
+    ] = None,
+    every: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds between prompts.", show_default="8")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, max=24, help="Steady streams.")] = 4,
+    precision: Annotated[Precision, typer.Option(help="Of the workers.")] = Precision.FP32,
+    floor: Annotated[
+        bool, typer.Option("--floor", help="Also the split with nothing handed over: what the machine costs.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A self-check of under a minute; its figures mean nothing.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for interference.json (every gap) and interference.png.")
+    ] = None,
+) -> None:
+    """Token gaps of steady streams while long prompts arrive: split against colocated, on equal cores.
+
+    Takes about eight minutes a round.
+    """
+    from bench.errors import BenchFailed
+    from bench.interference.run import run
+    from bench.interference.settings import Settings
+    from cli.model import ensure_default_model
+
+    _check_model(model)
+    if quick and (duration or prompt_tokens or every):
+        raise CommandError(
+            "--quick has times and prompts of its own: leave out --duration, --prompt-tokens, --every"
+        )
+    _check_output(output)
+    try:
+        settings = Settings(
+            model=model.resolve() if model else ensure_default_model(),
+            rounds=rounds,
+            duration_s=duration or 60.0,
+            prompt_tokens=prompt_tokens or 1500,
+            every_s=every or 8.0,
+            streams=streams,
+            precision=precision,
+            floor=floor,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    try:
+        run(settings.quick() if quick else settings, output)
+    except BenchFailed as error:
+        raise CommandError(f"no figures: {error}") from error
+
+
+def _check_model(model: Path | None) -> None:
+    if model is not None and not (model / "config.json").is_file():
+        raise CommandError(f"--model: {model} is not a model folder (no config.json)")
+
+
 def _numbers(option: str, listed: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(number) for number in listed.split(","))
@@ -97,5 +158,18 @@ def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
         return
     if plot_file.suffix not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--plot: {plot_file} should end in .png, .svg or .pdf")
+    _check_matplotlib("--plot")
+
+
+def _check_output(output: Path | None) -> None:
+    """Before the measurement, not after it."""
+    if output is None:
+        return
+    if not output.absolute().parent.is_dir() or (output.exists() and not output.is_dir()):
+        raise CommandError(f"--output: {output} is no folder, nor can it become one")
+    _check_matplotlib("--output")
+
+
+def _check_matplotlib(option: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'baton-serve[bench]'")
+        raise CommandError(f"{option} needs matplotlib: pip install 'baton-serve[bench]'")
