@@ -26,7 +26,7 @@ def save_plot(figures: Figures, file: Path) -> None:
     figure = Figure(
         figsize=(13, 2.1 * len(shown) + 1.2), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
     )
-    left, right = figure.subfigures(1, 2, width_ratios=(2.4, 1))
+    left, right = figure.subfigures(1, 2, squeeze=False, width_ratios=(2.4, 1))[0]
     rows = left.subplots(len(shown), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, arrangement in zip(rows, shown, strict=True):
         turn = figures.rounds[0].turns[arrangement.name]
@@ -43,8 +43,8 @@ def save_plot(figures: Figures, file: Path) -> None:
     for axes, what in zip(right.subplots(2, 1), ("p99", "max"), strict=True):
         _plot_ratios(axes, figures, what)
     figure.suptitle(
-        f"baton bench interference: {s.model.name}, {s.streams} streams, a prompt of {s.prompt_tokens:,} tokens "
-        f"every {s.every_s:g} s, rounds: {s.rounds}",
+        f"baton bench interference: {s.model.name}, {s.streams} streams, "
+        f"a prompt of {s.prompt_tokens:,} tokens every {s.every_s:g} s, rounds: {s.rounds}",
         fontsize=12,
         fontweight="bold",
     )

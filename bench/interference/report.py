@@ -1,11 +1,12 @@
 """What a run prints before the RESULT line: tables with definitions, then what they say in sentences."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from bench.interference.arrangements import COLOCATED, SPLIT, arrangements
 from bench.interference.figures import STALL, Figures
 from bench.interference.result import ITL, first_s, num_stalls, tokens_per_s
-from bench.interference.rounds import Turn
+from bench.interference.rounds import Turn, Window
 from bench.interference.thread_times import ThreadTimes
 from bench.statistics import Spread
 from bench.topic import Topic, make_topic
@@ -24,14 +25,15 @@ def _latencies(figures: Figures) -> Topic:
     s = figures.settings
     topic = _titled(
         figures,
-        f"Inter-token latency of {s.streams} steady streams, ms; loaded: a prompt of {s.prompt_tokens:,} tokens "
-        f"every {s.every_s:g} s",
+        f"Inter-token latency of {s.streams} steady streams, ms; loaded: a prompt of {s.prompt_tokens:,} "
+        f"tokens every {s.every_s:g} s",
         "ITL: from one arrival of a token at the client to the next of the same stream; every single gap, no "
         "mean. Every figure: median of the rounds (smallest..largest) of one window's percentile. Ratio: "
         "loaded / idle of the same turn. Gaps between a reply's end and the next one's first token are not "
         "counted, nor are those that several tokens ended at once (text that was no whole character). "
-        f"Stall: {STALL}. tokens/s: of all steady streams together. A p99 that {s.needed_gaps // s.streams // 100} "
-        f"stalls of all streams do not decide needs {s.needed_gaps:,} gaps; the fewest in a window were "
+        f"Stall: {STALL}. tokens/s: of all steady streams together. A p99 that "
+        f"{s.needed_gaps // s.streams // 100} stalls of all streams do not decide needs {s.needed_gaps:,} "
+        "gaps; the fewest in a window were "
         f"{figures.fewest_gaps():,}.",
     )
 
@@ -56,8 +58,8 @@ def _prompts(figures: Figures) -> Topic:
         figures,
         "The prompts that arrive",
         "Median of each round, then over rounds. TTFT: from the moment the prompt is due by schedule to its "
-        "first text at the client. Prefill: first chunk scheduled to first token sampled, as the worker says. "
-        "Transfer: first token in hand to last page checked. Short prompts come one after another, with "
+        "first text at the client. Prefill: first chunk scheduled to first token sampled, as the worker says."
+        " Transfer: first token in hand to last page checked. Short prompts come one after another, with "
         f"nothing else running: {s.short_prompts} of {s.short_prompt_tokens} tokens.",
     )
 
@@ -92,10 +94,8 @@ def _cores(figures: Figures) -> Topic:
         ("other threads", lambda threads: threads.others_ran_s),
     )
     for label, part in parts:
-        row(f"{label}, idle", lambda turn, part=part: _share(turn.idle.threads, part, turn.idle.seconds))  # type: ignore[misc]
-        row(
-            f"{label}, loaded", lambda turn, part=part: _share(turn.loaded.threads, part, turn.loaded.seconds)
-        )  # type: ignore[misc]
+        row(f"{label}, idle", partial(_share, part, lambda turn: turn.idle))
+        row(f"{label}, loaded", partial(_share, part, lambda turn: turn.loaded))
     topic.table.add_section()
     row("generator's CPU, loaded", lambda turn: turn.loaded.generator_cpu)
     row("generator's lag, p99, ms", lambda turn: turn.loaded.generator_lag.p99_s, 1000)
@@ -111,9 +111,9 @@ def sentences(figures: Figures) -> Iterator[str]:
     ratio = figures.short_first_ratio(SPLIT.name, COLOCATED.name)
     verdict = "loses" if ratio.low > 1 else "wins" if ratio.high < 1 else "is level"
     yield (
-        f"Prompts of {s.short_prompt_tokens} tokens with nothing else running: the split {verdict}; their first "
-        f"text takes {ratio} times as long as colocated. It computes a prompt on one core, where the colocated "
-        "worker has both, and the request makes one hop more."
+        f"Prompts of {s.short_prompt_tokens} tokens with nothing else running: the split {verdict}; their "
+        f"first text takes {ratio} times as long as colocated. It computes a prompt on one core, where the "
+        "colocated worker has both, and the request makes one hop more."
     )
     split, colocated = (figures.idle(each.name, tokens_per_s).median for each in (SPLIT, COLOCATED))
     yield (
@@ -131,8 +131,9 @@ def _short_ms(figures: Figures, name: str) -> Spread | None:
     return figures.short_first_s(name).scaled(1000) if name in (SPLIT.name, COLOCATED.name) else None
 
 
-def _share(threads: ThreadTimes | None, part: Callable[[ThreadTimes], float], seconds: float) -> float | None:
-    return None if threads is None else part(threads) / seconds
+def _share(part: Callable[[ThreadTimes], float], side: Callable[[Turn], Window], turn: Turn) -> float | None:
+    window = side(turn)
+    return None if window.threads is None else part(window.threads) / window.seconds
 
 
 def _scaled(value: Spread | None, factor: float) -> Spread | None:

@@ -35,9 +35,9 @@ def run(settings: Settings, output: Path | None) -> None:
     figures = Figures(settings, rounds)
     console = Console(width=None if sys.stdout.isatty() else _LEAST_WIDTH, highlight=False)
     console.print(
-        f"{settings.model.name}, {settings.precision}: {machine.cpu}, torch {machine.torch}; every arrangement on "
-        f"{NUM_CORES} of {machine.num_cores} cores ({cores[0]} and {cores[1]}); the load generator, a gRPC "
-        f"client of decode, {_whereabouts(cores)}"
+        f"{settings.model.name}, {settings.precision}: {machine.cpu}, torch {machine.torch}; every "
+        f"arrangement on {NUM_CORES} of {machine.num_cores} cores ({cores[0]} and {cores[1]}); the load "
+        f"generator, a gRPC client of decode, {_whereabouts(cores)}"
     )
     if theirs:
         console.print(

@@ -129,7 +129,9 @@ class Target:
 
     async def settle(self) -> None:
         """Waits until the workers hold nothing. Raises BenchFailed if they go on."""
-        stubs = [self._stub] if self._prefill_stub is None else [self._stub, self._prefill_stub]
+        stubs: list[decode_pb2_grpc.DecodeAsyncStub | prefill_pb2_grpc.PrefillAsyncStub] = [self._stub]
+        if self._prefill_stub is not None:
+            stubs.append(self._prefill_stub)
         give_up = time.monotonic() + _MOST_WAIT_S
         while any([await _is_busy(stub) for stub in stubs]):
             if time.monotonic() > give_up:

@@ -109,8 +109,8 @@ class WindowRunner:
             if end - began >= s.duration_s and (num_gaps >= s.needed_gaps or not s.needs_gaps):
                 return asked
         raise BenchFailed(
-            f"{target.arrangement.name}: {num_gaps} gaps in {end - began:.0f} s; a p99 that a handful of stalls "
-            f"does not decide needs {s.needed_gaps}: raise --duration"
+            f"{target.arrangement.name}: {num_gaps} gaps in {end - began:.0f} s; a p99 that a handful of "
+            f"stalls does not decide needs {s.needed_gaps}: raise --duration"
         )
 
 
