@@ -27,7 +27,7 @@ from tests.integration.failure_rig import Rig, Worker, running_rig
 from tests.integration.reply_readers import DecodeReply, GatewayReply
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.asyncio(loop_scope="module")]
 
 RELEASE_S = 2.0
 AMPLE_S = 15.0
@@ -137,7 +137,11 @@ async def test_prefill_or_the_link_to_it_fails(
         assert (reply.error, reply.text) == (None, undisturbed.text)
         assert reply.token_ids == undisturbed.token_ids
         assert reply.finished is not None
-        assert reply.finished.timings.prefill_attempts == (1 if failure is Failure.SLOW else 2)
+        attempts = reply.finished.timings.prefill_attempts
+        if failure in (Failure.KILL, Failure.STOP) and state is State.ANSWERED:
+            assert attempts in (1, 2)  # the kernel delivers what a dead worker had written: maybe all of it
+        else:
+            assert attempts == (1 if failure is Failure.SLOW else 2)
     else:
         assert reply.error == error
         assert reply.token_ids == undisturbed.token_ids[: 1 if state is State.ANSWERED else 0]
