@@ -148,7 +148,9 @@ class Rig:
             relay.heal()
         processes = [*self.workers, *self.gateways.values()]
         for process in processes:
-            if not process.is_alive:
+            if process.is_alive:
+                process.resume()  # a cell that failed may have left it stopped
+            else:
                 process.start()
         for worker in self.workers:
             await eventually(worker.is_ready, timeout=_READY_S)

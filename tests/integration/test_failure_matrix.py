@@ -133,15 +133,14 @@ async def test_prefill_or_the_link_to_it_fails(
             link.limit(SLOW_BYTES_PER_S)
             blockers.let_go()
     await reply.ended()
-    if help_ is Help.SPARE:
+    # The kernel delivers what a dead worker has written, and that may be all of it.
+    had_sent_all = failure in (Failure.KILL, Failure.STOP) and state is State.ANSWERED and reply.complete
+    if help_ is Help.SPARE or had_sent_all:
         assert (reply.error, reply.text) == (None, undisturbed.text)
         assert reply.token_ids == undisturbed.token_ids
         assert reply.finished is not None
         attempts = reply.finished.timings.prefill_attempts
-        if failure in (Failure.KILL, Failure.STOP) and state is State.ANSWERED:
-            assert attempts in (1, 2)  # the kernel delivers what a dead worker had written: maybe all of it
-        else:
-            assert attempts == (1 if failure is Failure.SLOW else 2)
+        assert attempts == (1 if failure is Failure.SLOW else 2) or (had_sent_all and attempts == 1)
     else:
         assert reply.error == error
         assert reply.token_ids == undisturbed.token_ids[: 1 if state is State.ANSWERED else 0]
