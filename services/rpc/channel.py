@@ -7,6 +7,10 @@
   servers therefore permit them and strike nobody.
 - Pages are about 1 MB, the fastest size measured on loopback; the limit stands at four times that,
   on purpose, on both ends.
+- At most a page's worth is under way at once. gRPC would measure the link and allow several MB, which on
+  a slow one are seconds: the first token would queue behind pages, and so would the answer to a ping,
+  which is then taken for silence although bytes arrive all the time (seen at 1 MB/s with 6 MB and more).
+  On loopback pages move as fast either way.
 - Connections have no maximum age: calls last as long as replies do, and draining is what moves them.
 - A worker that comes back is dialled again within a second: the default backoff grows to minutes.
 """
@@ -16,6 +20,7 @@ from collections.abc import Sequence
 from grpc import aio
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + 64 * 1024
+_MAX_BYTES_UNDER_WAY = 1024 * 1024
 _PING_EVERY_MS = 2_000
 _PING_TIMEOUT_MS = 4_000
 
@@ -34,6 +39,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _MAX_BYTES_UNDER_WAY),
     ("grpc.enable_http_proxy", 0),  # workers are neighbours; a proxy variable must not catch them
 )
 

@@ -8,6 +8,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -17,15 +18,17 @@ from grpc import aio
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from services.engine.sim_model import words
 from tests.integration.cluster import generate_request
-from tests.integration.failure_rig import KV_BYTES_PER_TOKEN, NUM_PREFILL_SLOTS, Rig, Worker
+from tests.integration.failure_rig import KV_BYTES_PER_TOKEN, NUM_PREFILL_SLOTS, PREFILL_CHUNK, Rig, Worker
 from tests.integration.reply_readers import ReadReply
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import eventually
 
-NUM_PROMPT_TOKENS = 64
+NUM_PROMPT_TOKENS = 64  # 1 s of prefill, two chunks, 11.8 MB
+NUM_SLOW_PROMPT_TOKENS = 16  # 0.2 s, one chunk, 2.9 MB
 SLOW_BYTES_PER_S = 1_000_000
-_SOME_BYTES = 100_000  # of 2.9 MB
-_BLOCKER_PROMPT, _BLOCKER_TOKENS = 1000, 2500  # 20 s of prefill, 12 s of decode
+_STEADY_BYTES_PER_S = 5_000_000  # of a link on which pages can be watched
+_SOME_BYTES = 100_000
+_BLOCKER_PROMPT, _BLOCKER_TOKENS = 600, 1200  # 9 s of prefill, 6 s of decode
 _SEED = 7
 
 
@@ -49,13 +52,6 @@ class Failure(StrEnum):
     SLOW = "slow"
 
 
-class Help(StrEnum):
-    """Whether somebody else can go on."""
-
-    SPARE = "spare"
-    ALONE = "alone"
-
-
 # A worker may refuse a request that waits, and break off one that it has begun.
 STATUSES = {
     State.QUEUED: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -65,11 +61,13 @@ STATUSES = {
 }
 
 
-def decode_request(name: str, targets: list[str]) -> decode_pb2.GenerateRequest:
+def decode_request(
+    name: str, targets: list[str], num_prompt_tokens: int = NUM_PROMPT_TOKENS
+) -> decode_pb2.GenerateRequest:
     """40 seeded words after a prompt that no other name has."""
     numbers = random.Random(name)
     request = generate_request(f"reply-{secrets.token_hex(12)}", 0, seed=_SEED, prefill_targets=targets)
-    request.prompt_token_ids.extend(numbers.choices(range(200), k=NUM_PROMPT_TOKENS))
+    request.prompt_token_ids.extend(numbers.choices(range(200), k=num_prompt_tokens))
     return request
 
 
@@ -97,52 +95,65 @@ class Blockers:
                 asked = prefill_pb2.PrefillRequest(identity=info.identity, sampling=request.sampling)
                 asked.prompt_token_ids.extend([n] * _BLOCKER_PROMPT)
                 self._calls.append(worker.prefill.Prefill(asked))
-            await eventually(lambda: _load_is(worker, running=NUM_PREFILL_SLOTS))
+            await eventually(lambda: _load_sums_to([worker], running=NUM_PREFILL_SLOTS))
         else:
             request = decode_request(name, [self._rig.spare.address])
             request.sampling.max_tokens, request.sampling.ignore_eos = _BLOCKER_TOKENS, True
             self._calls.append(worker.decode.Generate(request))
-            await eventually(lambda: _load_is(worker, running=1))
+            await eventually(lambda: _load_sums_to([worker], running=1))
 
     def let_go(self) -> None:
         for call in self._calls:
             call.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A reply to start, and the link that its pages cross."""
+
+    start: Callable[[], ReadReply]
+    link: TcpProxy
+    num_prompt_tokens: int = NUM_PROMPT_TOKENS
+
+
 async def reach(
     state: State,
-    start: Callable[[], ReadReply],
+    attempts: Sequence[Attempt],
     *,
-    link: TcpProxy,
     prefill: Worker,
     queue_at: Sequence[Worker],
     blockers: Blockers,
-) -> ReadReply:
-    """Starts a reply and brings it into a state; says so if it is past it already.
+) -> list[ReadReply]:
+    """Starts replies and brings all of them into one state; fails if one is past it already.
 
     Args:
-        link: what its pages cross.
-        queue_at: whose slots are taken if it is to queue.
+        queue_at: whose slots are taken if they are to queue.
     """
     if state is State.QUEUED:
         for worker in queue_at:
             await blockers.fill(worker)
-    if state is State.ANSWERED:
-        link.limit(SLOW_BYTES_PER_S)  # the first token overtakes the pages
-    crossed = link.to_client.num_bytes
-    reply = start()
+    crossed = [attempt.link.to_client.num_bytes for attempt in attempts]
+    for attempt in attempts:
+        is_quick = attempt.num_prompt_tokens <= PREFILL_CHUNK
+        if state is State.ANSWERED or (state is State.TRANSFERRING and is_quick):
+            attempt.link.limit(_STEADY_BYTES_PER_S)
+    replies = [attempt.start() for attempt in attempts]
     match state:
         case State.QUEUED:
-            await eventually(lambda: _any_waits(queue_at))
+            await eventually(lambda: _load_sums_to(queue_at, waiting=len(replies)))
         case State.PREFILLING:
-            await eventually(lambda: _load_is(prefill, running=1))
+            await eventually(lambda: _load_sums_to([prefill], running=len(replies)))
         case State.TRANSFERRING:
-            await link.to_client.wait_for(crossed + _SOME_BYTES)
+            for attempt, before in zip(attempts, crossed, strict=True):
+                await attempt.link.to_client.wait_for(before + _SOME_BYTES)
         case State.ANSWERED:
-            await asyncio.wait_for(reply.seen_text.wait(), 10.0)
-    assert link.to_client.num_bytes - crossed < NUM_PROMPT_TOKENS * KV_BYTES_PER_TOKEN, "it has joined"
-    assert bool(reply.text) == (state is State.ANSWERED)
-    return reply
+            for reply in replies:
+                await asyncio.wait_for(reply.seen_text.wait(), 10.0)
+    for attempt, before, reply in zip(attempts, crossed, replies, strict=True):
+        all_bytes = attempt.num_prompt_tokens * KV_BYTES_PER_TOKEN
+        assert attempt.link.to_client.num_bytes - before < all_bytes, "all pages have crossed"
+        assert bool(reply.text) == (state is State.ANSWERED)
+    return replies
 
 
 async def waiting_at(workers: Sequence[Worker]) -> Worker:
@@ -152,10 +163,6 @@ async def waiting_at(workers: Sequence[Worker]) -> Worker:
     return found
 
 
-async def _any_waits(workers: Sequence[Worker]) -> bool:
+async def _load_sums_to(workers: Sequence[Worker], **counts: int) -> bool:
     loads = await asyncio.gather(*(worker.load() for worker in workers))
-    return any(load.waiting == 1 for load in loads)
-
-
-async def _load_is(worker: Worker, *, running: int) -> bool:
-    return (await worker.load()).running == running
+    return all(sum(getattr(load, name) for load in loads) == count for name, count in counts.items())

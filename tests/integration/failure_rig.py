@@ -1,8 +1,9 @@
 """The processes of the failure matrix: two workers of each role, gateways, and a link that can fail.
 
-Decode reaches `prefill` through `link`. The simulated engine's KV cache has the shape of the default
-model's (46 kB a token), and notices at the join any page that is not this prompt's; its text depends
-on every token's position, so one sampled twice would show.
+Decode reaches `prefill` through `links`, each decode worker through its own. The simulated engine
+notices at the join any page that is not this prompt's, and its text depends on every token's position,
+so one sampled twice would show. A chunk's pages are more than a kernel takes over from a sender (4 MB):
+what a dead worker has not sent is lost.
 """
 
 import asyncio
@@ -24,16 +25,17 @@ from tests.integration.status_relay import StatusRelay
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import eventually
 
-PREFILL_MS_PER_TOKEN = 20.0
+PREFILL_MS_PER_TOKEN = 15.0
+PREFILL_CHUNK = 32  # tokens
 NUM_PREFILL_SLOTS = 2
-_LAYERS, _KV_HEADS, _HEAD_SIZE = 30, 3, 64
+_LAYERS, _KV_HEADS, _HEAD_SIZE = 30, 12, 64
 KV_BYTES_PER_TOKEN = 2 * _LAYERS * _KV_HEADS * _HEAD_SIZE * 4
 _READY_S = 60.0
 _END_S = 10.0
 
 
 def write_model(folder: Path) -> None:
-    """A simulated model whose KV cache is as large as a real one's."""
+    """A simulated model with 184 kB of KV cache a token, as that of a few billion parameters."""
     write_sim_model(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -102,8 +104,8 @@ class Rig:
             "model": model,
             "engine": "sim",
             "local_prefill": "never",
-            "kv_memory_mb": 128,
-            "prefill_chunk": 16,
+            "kv_memory_mb": 256,
+            "prefill_chunk": PREFILL_CHUNK,
             "max_page_bytes": 64 * 1024,
             "sim_token_ms": 5,
             "sim_jitter_ms": 1,
@@ -111,15 +113,17 @@ class Rig:
         }
         slow = shared | {
             "sim_prefill_ms_per_token": PREFILL_MS_PER_TOKEN,
+            "sim_token_ms": 0,  # the first token overtakes the pages of the last chunk
+            "sim_jitter_ms": 0,
             "max_num_seqs": NUM_PREFILL_SLOTS,
         }
         single = shared | {"max_num_seqs": 1}
         self.prefill = Worker("prefill", "prefill", next(free), folder, slow)
         self.spare = Worker("prefill", "spare", next(free), folder, shared)
         self.decode = [Worker("decode", f"decode-{n}", next(free), folder, single) for n in range(2)]
-        self.link = TcpProxy(self.prefill.address)
+        self.links = [TcpProxy(self.prefill.address) for _ in self.decode]
         self.prefill_relay = StatusRelay(self.prefill.address)
-        self.relayed_link = self.link  # to the relay instead, once that has an address
+        self.relayed_links: list[TcpProxy] = []  # to the relay, which has no address yet
         self.decode_relays = [StatusRelay(worker.address) for worker in self.decode]
         self._gateway_settings: dict[str, object] = {"model": model, "redis_url": "", "drain_s": 1}
         self._gateway_addresses = free
@@ -131,10 +135,10 @@ class Rig:
         return [self.prefill, self.spare, *self.decode]
 
     def add_gateway(self, name: str, decode_workers: Iterable[str], retry_s: float) -> None:
-        """Its prompts go through `link`; `retry_s` is its patience when decode workers fail."""
+        """Its prompts go through the first link; `retry_s` is its patience when decode workers fail."""
         settings = self._gateway_settings | {
             "decode_workers": ",".join(decode_workers),
-            "prefill_workers": self.link.address,
+            "prefill_workers": self.links[0].address,
             "retry_s": retry_s,
         }
         address = next(self._gateway_addresses)
@@ -142,7 +146,7 @@ class Rig:
 
     async def ready(self) -> None:
         """Mends what a test has broken, and waits until everybody is there and idle."""
-        for link in (self.link, self.relayed_link):
+        for link in (*self.links, *self.relayed_links):
             link.heal()
         for relay in (self.prefill_relay, *self.decode_relays):
             relay.heal()
@@ -181,9 +185,11 @@ async def running_rig(folder: Path) -> AsyncIterator[Rig]:
     rig = Rig(folder)
     async with AsyncExitStack() as exits:
         exits.push_async_callback(rig.close)
-        for server in (rig.link, rig.prefill_relay, *rig.decode_relays):
+        for server in (*rig.links, rig.prefill_relay, *rig.decode_relays):
             await exits.enter_async_context(server)
-        rig.relayed_link = await exits.enter_async_context(TcpProxy(rig.prefill_relay.address))
+        for _ in rig.decode:
+            link = await exits.enter_async_context(TcpProxy(rig.prefill_relay.address))
+            rig.relayed_links.append(link)
         rig.add_gateway("pair", [worker.address for worker in rig.decode], retry_s=10)
         rig.add_gateway("lonely", [rig.decode[0].address], retry_s=1)
         rig.add_gateway("relayed", [relay.address for relay in rig.decode_relays], retry_s=1)

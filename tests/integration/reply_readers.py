@@ -46,6 +46,10 @@ class ReadReply:
         except TimeoutError:
             raise AssertionError(f"no end within {self.deadline_s} s; so far {self.text!r}") from None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._reading.done()
+
     async def close(self) -> None:
         """Leaves, whether or not it has ended."""
         self._reading.cancel()
@@ -95,10 +99,11 @@ class DecodeReply(ReadReply):
 
 
 class GatewayReply(ReadReply):
-    """One streamed chat completion; `status` is HTTP's."""
+    """One streamed chat completion; `status` is HTTP's, and 0 until it is here, as `reply_id` is empty."""
 
     def __init__(self, address: str, body: dict[str, Any], deadline_s: float) -> None:
         self.status = 0
+        self.reply_id = ""
         self._url = f"http://{address}/v1/chat/completions"
         self._body = {"stream": True, "timeout": deadline_s, **body}
         super().__init__(deadline_s)
@@ -106,10 +111,11 @@ class GatewayReply(ReadReply):
     async def _read(self) -> None:
         decoder = SseDecoder()
         async with (
-            httpx.AsyncClient(timeout=None, trust_env=False) as client,
+            httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client,
             client.stream("POST", self._url, json=self._body) as response,
         ):
             self.status = response.status_code
+            self.reply_id = response.headers.get("location", "").rpartition("/")[2]
             if response.status_code != 200:
                 await response.aread()
                 self.error = response.json()["error"]["code"]

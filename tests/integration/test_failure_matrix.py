@@ -6,17 +6,21 @@ seconds of SIGCONT.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 
 import pytest
 import pytest_asyncio
 
 from tests.integration.failure_cells import (
+    NUM_PROMPT_TOKENS,
+    NUM_SLOW_PROMPT_TOKENS,
     SLOW_BYTES_PER_S,
     STATUSES,
+    Attempt,
     Blockers,
     Failure,
-    Help,
     State,
     chat_body,
     decode_request,
@@ -31,10 +35,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.asyncio(loop_sco
 
 RELEASE_S = 2.0
 AMPLE_S = 15.0
-# Nobody who is stopped or behind a black hole is found out before: pings take up to 6 s for that.
-SHORT_S = 4.0
-# Nearly 3 MB need nearly 3 s, of which something may have crossed before the link is slow.
-TOO_SHORT_FOR_SLOW_S = {state: 2.4 if state is State.TRANSFERRING else 3.2 for state in State}
+PINGS_S = 6.0  # until pings have told that somebody is silent: services/rpc/channel.py
+# Deadlines that pass before somebody silent is found out, and before 2.9 MB have crossed a slow link.
+SHORT_S = {Failure.STOP: 3.5, Failure.BLACK_HOLE: 3.5, Failure.SLOW: 2.5}
 
 PREFILL_FAILURES = [
     pytest.param(failure, id=f"{where}-{failure}")
@@ -62,16 +65,25 @@ async def rig(whole_rig: Rig) -> AsyncIterator[Rig]:
     yield whole_rig
 
 
+@pytest.fixture
+def blockers(rig: Rig) -> Iterator[Blockers]:
+    blockers = Blockers(rig)
+    yield blockers
+    blockers.let_go()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def undisturbed(whole_rig: Rig) -> DecodeReply:
-    """What a decode worker says to a prompt of this length."""
+async def undisturbed(whole_rig: Rig) -> dict[int, DecodeReply]:
+    """What a decode worker says to prompts of these lengths."""
     await whole_rig.ready()
-    request = decode_request("undisturbed", [whole_rig.spare.address])
-    reply = DecodeReply(whole_rig.decode[1].decode, request, AMPLE_S)
-    await reply.ended()
-    assert reply.complete
-    assert len(reply.token_ids) == 40
-    return reply
+    replies = {}
+    for length in (NUM_PROMPT_TOKENS, NUM_SLOW_PROMPT_TOKENS):
+        request = decode_request("undisturbed", [whole_rig.spare.address], length)
+        reply = replies[length] = DecodeReply(whole_rig.decode[1].decode, request, AMPLE_S)
+        await reply.ended()
+        assert reply.complete
+        assert len(reply.token_ids) == 40
+    return replies
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -84,40 +96,51 @@ async def undisturbed_chat(whole_rig: Rig) -> GatewayReply:
     return reply
 
 
-async def released(rig: Rig, failure: Failure, victim: Worker | None) -> None:
-    """Checks that nobody keeps a block; whom the failure has stopped goes on again for that."""
+async def released(rig: Rig, failure: Failure, failed_at: float, victim: Worker | None) -> None:
+    """Checks that nobody keeps a block; whom the failure has stopped goes on again for that.
+
+    Who stops, or falls silent, is found out by pings; what others did for it ends then.
+    """
+    is_silent = failure in (Failure.STOP, Failure.BLACK_HOLE)
+    found_out_s = max(0.0, failed_at + PINGS_S - time.monotonic()) if is_silent else 0.0
     is_down = victim is not None and failure in (Failure.KILL, Failure.STOP)
     live = [worker for worker in rig.workers if not (is_down and worker is victim)]
-    await asyncio.gather(*(eventually(worker.is_idle, timeout=RELEASE_S) for worker in live))
+    await asyncio.gather(*(eventually(worker.is_idle, timeout=found_out_s + RELEASE_S) for worker in live))
     if victim is not None and failure is Failure.STOP:
         victim.resume()
         await eventually(victim.is_idle, timeout=RELEASE_S)
 
 
-@pytest.mark.parametrize("help_", Help)
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("failure", PREFILL_FAILURES)
 async def test_prefill_or_the_link_to_it_fails(
-    rig: Rig, undisturbed: DecodeReply, failure: Failure, state: State, help_: Help
+    rig: Rig,
+    blockers: Blockers,
+    undisturbed: dict[int, DecodeReply],
+    failure: Failure,
+    state: State,
 ) -> None:
-    """Decode asks a spare if it knows one; else it says that nobody delivered, or its time is over."""
-    link = rig.relayed_link if failure is Failure.STATUS else rig.link
-    targets = [link.address, rig.spare.address] if help_ is Help.SPARE else [link.address]
-    request = decode_request(f"{failure}-{state}-{help_}", targets)
-    deadline_s, error = AMPLE_S, "UNAVAILABLE"
-    if help_ is Help.ALONE and failure in (Failure.STOP, Failure.BLACK_HOLE, Failure.SLOW):
-        deadline_s = TOO_SHORT_FOR_SLOW_S[state] if failure is Failure.SLOW else SHORT_S
-        error = "DEADLINE_EXCEEDED"
-    blockers = Blockers(rig)
-    reply = await reach(
+    """Of two replies one knows a spare and is continued; the other is told that nobody delivered in time."""
+    num_tokens = NUM_SLOW_PROMPT_TOKENS if failure is Failure.SLOW else NUM_PROMPT_TOKENS
+    expected = undisturbed[num_tokens]
+    links = rig.relayed_links if failure is Failure.STATUS else rig.links
+    deadlines_s = [AMPLE_S, SHORT_S.get(failure, AMPLE_S)]
+
+    def start(n: int) -> DecodeReply:
+        targets = [links[n].address, rig.spare.address][: 2 - n]
+        request = decode_request(f"{failure}-{state}-{n}", targets, num_tokens)
+        return DecodeReply(rig.decode[n].decode, request, deadlines_s[n])
+
+    helped, alone = await reach(
         state,
-        lambda: DecodeReply(rig.decode[0].decode, request, deadline_s),
-        link=link,
+        [Attempt(partial(start, n), links[n], num_tokens) for n in range(2)],
         prefill=rig.prefill,
         queue_at=[rig.prefill],
         blockers=blockers,
     )
-    assert isinstance(reply, DecodeReply)
+    assert isinstance(helped, DecodeReply)
+    assert isinstance(alone, DecodeReply)
+    failed_at = time.monotonic()
     match failure:
         case Failure.KILL:
             rig.prefill.kill()
@@ -126,51 +149,71 @@ async def test_prefill_or_the_link_to_it_fails(
         case Failure.STATUS:
             rig.prefill_relay.fail(STATUSES[state])
         case Failure.RESET:
-            await link.reset()
+            await asyncio.gather(*(link.reset() for link in links))
         case Failure.BLACK_HOLE:
-            link.go_black()
+            for link in links:
+                link.go_black()
         case Failure.SLOW:
-            link.limit(SLOW_BYTES_PER_S)
+            for link in links:
+                link.limit(SLOW_BYTES_PER_S)
             blockers.let_go()
-    await reply.ended()
-    # The kernel delivers what a dead worker has written, and that may be all of it.
-    had_sent_all = failure in (Failure.KILL, Failure.STOP) and state is State.ANSWERED and reply.complete
-    if help_ is Help.SPARE or had_sent_all:
-        assert (reply.error, reply.text) == (None, undisturbed.text)
-        assert reply.token_ids == undisturbed.token_ids
-        assert reply.finished is not None
-        attempts = reply.finished.timings.prefill_attempts
-        assert attempts == (1 if failure is Failure.SLOW else 2) or (had_sent_all and attempts == 1)
-    else:
-        assert reply.error == error
-        assert reply.token_ids == undisturbed.token_ids[: 1 if state is State.ANSWERED else 0]
+    await alone.ended()
+    assert alone.error == ("DEADLINE_EXCEEDED" if failure in SHORT_S else "UNAVAILABLE")
+    # On a slow link the first token overtakes the pages; else it has come before the failure, or never.
+    num_emitted = len(alone.token_ids) if failure is Failure.SLOW else int(state is State.ANSWERED)
+    assert num_emitted <= 1
+    assert alone.token_ids == expected.token_ids[:num_emitted]
+    await helped.ended()
+    assert (helped.error, helped.text) == (None, expected.text)
+    assert helped.token_ids == expected.token_ids
+    assert helped.finished is not None
+    assert helped.finished.timings.prefill_attempts == (1 if failure is Failure.SLOW else 2)
     blockers.let_go()
-    await released(rig, failure, None if failure in (Failure.RESET, Failure.BLACK_HOLE) else rig.prefill)
+    is_link = failure in (Failure.RESET, Failure.BLACK_HOLE, Failure.SLOW)
+    await released(rig, failure, failed_at, None if is_link else rig.prefill)
 
 
-@pytest.mark.parametrize("help_", Help)
+async def test_a_slow_transfer_is_not_a_silent_one(rig: Rig) -> None:
+    """Longer than pings take to give somebody up; the first token waits for no page but those under way."""
+    num_tokens = 36  # 6.6 MB
+    rig.links[0].limit(SLOW_BYTES_PER_S)
+    request = decode_request("slow", [rig.links[0].address], num_tokens)
+    reply = DecodeReply(rig.decode[0].decode, request, AMPLE_S)
+    await asyncio.wait_for(reply.seen_text.wait(), 3.5)
+    await reply.ended()
+    assert reply.complete
+    assert reply.finished is not None
+    assert reply.finished.timings.prefill_attempts == 1
+    assert reply.took_s > PINGS_S
+
+
+@pytest.mark.parametrize("is_helped", [True, False], ids=["spare", "alone"])
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("failure", DECODE_FAILURES)
 async def test_decode_fails(
-    rig: Rig, undisturbed_chat: GatewayReply, failure: Failure, state: State, help_: Help
+    rig: Rig,
+    blockers: Blockers,
+    undisturbed_chat: GatewayReply,
+    failure: Failure,
+    state: State,
+    is_helped: bool,  # noqa: FBT001  # a parameter of the cell
 ) -> None:
     """The gateway continues at the other decode worker; without one, it says so in the stream."""
     gateway, decode = rig.gateways["pair"], rig.decode
     if failure is Failure.STATUS:
         gateway = rig.gateways["relayed"]
-    elif help_ is Help.ALONE:
+    elif not is_helped:
         gateway, decode = rig.gateways["lonely"], rig.decode[:1]
-    blockers = Blockers(rig)
-    reply = await reach(
-        state,
-        lambda: GatewayReply(gateway.address, chat_body(f"{failure}-{state}-{help_}"), AMPLE_S),
-        link=rig.link,
-        prefill=rig.prefill,
-        queue_at=decode,
-        blockers=blockers,
+
+    def start() -> GatewayReply:
+        return GatewayReply(gateway.address, chat_body(f"{failure}-{state}-{is_helped}"), AMPLE_S)
+
+    (reply,) = await reach(
+        state, [Attempt(start, rig.links[0])], prefill=rig.prefill, queue_at=decode, blockers=blockers
     )
     assert isinstance(reply, GatewayReply)
     victim = await waiting_at(decode)
+    failed_at = time.monotonic()
     match failure:
         case Failure.KILL:
             victim.kill()
@@ -178,17 +221,17 @@ async def test_decode_fails(
             victim.stop()
         case Failure.STATUS:
             for worker, relay in zip(rig.decode, rig.decode_relays, strict=True):
-                if worker is victim or help_ is Help.ALONE:
+                if worker is victim or not is_helped:
                     relay.fail(STATUSES[state])
-    rig.link.heal()
+    rig.links[0].heal()
     blockers.let_go()
     await reply.ended()
     assert reply.status == 200
-    if help_ is Help.SPARE:
+    if is_helped:
         assert (reply.error, reply.text) == (None, undisturbed_chat.text)
         assert reply.complete
     else:
         assert reply.error == "decode_unavailable"
         words = undisturbed_chat.text.split()[: 1 if state is State.ANSWERED else 0]
         assert reply.text.split() == words
-    await released(rig, failure, victim)
+    await released(rig, failure, failed_at, victim)
