@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import structlog
@@ -28,6 +29,7 @@ log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 0.1
 _LOAD_HEARTBEAT_S = 1.0
+_NUM_KV_THREADS = 2
 
 
 @dataclass(slots=True)
@@ -48,6 +50,9 @@ class Worker:
     lifecycle: Lifecycle
     role: "common_pb2.Role.ValueType"
     traffic: KvTraffic = field(default_factory=KvTraffic)
+    kv_threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(_NUM_KV_THREADS, thread_name_prefix="baton-kv")
+    )
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def info(self) -> common_pb2.WorkerInfo:

@@ -12,11 +12,12 @@ import structlog
 from grpc import StatusCode, aio
 from opentelemetry import trace
 
-from baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import decode_pb2, prefill_pb2
 from observability import semconv
 from services.decode.kv_receiver import KvReceiver, Transfer
 from services.engine.errors import InvalidKvPage, InvalidRequest
 from services.engine.interface import Sequence
+from services.kv.service import PrefillClient
 from services.rpc.status import PrefillUnavailable, field_of, is_fault
 from services.settings import LocalPrefill
 from services.wire import identity_to_proto, token_from_proto
@@ -44,7 +45,7 @@ class Handoff:
     """One sequence's way into the running batch.
 
     Args:
-        stub_for: a Prefill stub for a `host:port`.
+        client_for: a client for a `host:port`.
         report: filled in as things happen, read by whoever writes the messages.
     """
 
@@ -53,14 +54,14 @@ class Handoff:
         worker: Worker,
         sequence: Sequence,
         request: decode_pb2.GenerateRequest,
-        stub_for: "Callable[[str], prefill_pb2_grpc.PrefillAsyncStub]",
+        client_for: Callable[[str], PrefillClient],
         report: HandoffReport,
         time_remaining: Callable[[], float | None],
     ) -> None:
         self._worker = worker
         self._sequence = sequence
         self._request = request
-        self._stub_for = stub_for
+        self._client_for = client_for
         self._report = report
         self._time_remaining = time_remaining
         self._has_first_token = False
@@ -127,13 +128,14 @@ class Handoff:
             self._sequence,
             self._worker.engine.info.identity,
             self._worker.traffic,
+            self._worker.kv_threads,
             lambda message: self._take_first_token(target, began, message),
         )
         outcome = "error"
         try:
             with self._tracer.start_as_current_span("kv_transfer") as span:
                 transfer = await receiver.pull(
-                    self._stub_for(target), self._prefill_request(), self._time_remaining()
+                    self._client_for(target), self._prefill_request(), self._time_remaining()
                 )
                 span.set_attributes(
                     {semconv.BATON_KV_BYTES: transfer.num_bytes, semconv.BATON_KV_PAGES: transfer.num_pages}

@@ -1,20 +1,24 @@
 """Receives one sequence's KV cache: one Prefill call, verified page by page into reserved blocks.
 
 Invariant: `pull` returns only when every layer of every context token has arrived, checked out and
-been imported; anything else raises, and the caller decides who is asked next. The first token is
-passed on the moment it arrives, ahead of the pages.
+been imported; anything else raises, and the caller decides who is asked next. Either way nobody writes
+to the sequence's blocks any more. The first token is passed on the moment it arrives, ahead of the pages;
+a page is verified and copied off the event loop, while the next one arrives.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
-from services import kv_page
+from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.interface import Sequence
 from services.engine.request import ModelIdentity
+from services.kv import codec, page
+from services.kv.service import PrefillClient
 from services.worker import KvTraffic
 
 
@@ -28,28 +32,31 @@ class Transfer:
 
 
 class KvReceiver:
-    """One attempt at one prefill worker."""
+    """One attempt at one prefill worker.
+
+    Args:
+        threads: where pages are verified and copied.
+    """
 
     def __init__(
         self,
         sequence: Sequence,
         identity: ModelIdentity,
         traffic: KvTraffic,
+        threads: Executor,
         on_first_token: Callable[[prefill_pb2.FirstToken], None],
     ) -> None:
         self._sequence = sequence
         self._identity = identity
         self._traffic = traffic
+        self._threads = threads
         self._on_first_token = on_first_token
         self._first_token_at: float | None = None
         self._num_pages = 0
         self._num_bytes = 0
 
     async def pull(
-        self,
-        stub: "prefill_pb2_grpc.PrefillAsyncStub",
-        request: prefill_pb2.PrefillRequest,
-        timeout_s: float | None,
+        self, client: PrefillClient, request: prefill_pb2.PrefillRequest, timeout_s: float | None
     ) -> Transfer:
         """Runs the call to its end.
 
@@ -57,22 +64,31 @@ class KvReceiver:
         """
         request.transfer_id = secrets.token_hex(16)
         result: prefill_pb2.PrefillResult | None = None
-        call = stub.Prefill(request, timeout=timeout_s)
+        importing: asyncio.Future[None] | None = None
+        call = client.prefill(request, timeout=timeout_s)
         try:
-            async for message in call:
+            async for data in call:
                 if result is not None:
                     raise InvalidKvPage("a message after the result")
+                message = codec.decode_message(data)
+                if isinstance(message, page.Page):
+                    if importing is not None:
+                        await importing
+                    importing = self._start_import(message, request.transfer_id)
+                    continue
                 match message.WhichOneof("message"):
                     case "first_token":
                         self._take_first_token(message.first_token)
-                    case "page":
-                        self._take_page(message.page, request.transfer_id)
                     case "result":
                         result = message.result
                     case unknown:
                         raise InvalidKvPage(f"unknown prefill message {unknown!r}")
+            if importing is not None:
+                await importing
         finally:
             call.cancel()  # leaving the loop early cancels nothing by itself
+            if importing is not None:
+                await asyncio.gather(importing, return_exceptions=True)
         return self._finish(result)
 
     def _take_first_token(self, message: prefill_pb2.FirstToken) -> None:
@@ -81,14 +97,15 @@ class KvReceiver:
         self._first_token_at = time.monotonic()
         self._on_first_token(message)
 
-    def _take_page(self, page: prefill_pb2.KvPage, transfer_id: str) -> None:
-        where = kv_page.verify(page, transfer_id, self._identity.dtype)
-        self._sequence.import_kv(
-            where.layer_start, where.layer_end, where.token_start, where.token_end, memoryview(page.payload)
-        )
+    def _start_import(self, received: page.Page, transfer_id: str) -> "asyncio.Future[None]":
         self._num_pages += 1
-        self._num_bytes += len(page.payload)
-        self._traffic.received += len(page.payload)
+        self._num_bytes += len(received.payload)
+        self._traffic.received += len(received.payload)
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._import, received, transfer_id)
+
+    def _import(self, received: page.Page, transfer_id: str) -> None:
+        where = page.verify(received, transfer_id, self._identity.dtype)
+        self._sequence.import_kv(*where, received.payload)
 
     def _finish(self, result: prefill_pb2.PrefillResult | None) -> Transfer:
         if result is None:

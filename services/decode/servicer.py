@@ -11,11 +11,12 @@ from typing import Any
 
 from grpc import aio
 
-from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.handoff import Handoff, HandoffReport
 from services.decode.reply_stream import ReplyStream
 from services.engine.errors import EngineError, IncompatibleModel
 from services.engine.request import SubmitMode
+from services.kv.service import PrefillClient
 from services.rpc.channel import create_channel
 from services.rpc.interceptors import TracingClientInterceptor
 from services.rpc.status import Draining, PrefillUnavailable, Superseded, abort
@@ -64,7 +65,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 tasks = [asyncio.create_task(stream.write_to(context))]
                 if mode is SubmitMode.HANDOFF:
                     handoff = Handoff(
-                        self._worker, sequence, request, self._stub_for, report, context.time_remaining
+                        self._worker, sequence, request, self._client_for, report, context.time_remaining
                     )
                     tasks.append(asyncio.create_task(handoff.run()))
                 else:
@@ -110,12 +111,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             return SubmitMode.LOCAL
         return SubmitMode.HANDOFF
 
-    def _stub_for(self, target: str) -> "prefill_pb2_grpc.PrefillAsyncStub":
+    def _client_for(self, target: str) -> PrefillClient:
         channel = self._channels.get(target)
         if channel is None:
             interceptor = TracingClientInterceptor(self._worker.telemetry.tracer)
             channel = self._channels[target] = create_channel(target, (interceptor,))
-        return prefill_pb2_grpc.PrefillStub(channel)
+        return PrefillClient(channel)
 
     async def close(self) -> None:
         """Closes the channels to prefill workers."""

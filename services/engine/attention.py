@@ -11,6 +11,7 @@ Soft-capped scores and attention sinks, which torch's fused kernel does not offe
 step; for models that use them a row may differ in the last bits with its company.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,8 @@ from services.engine.varlen import VarlenQueries
 
 IMPLEMENTATION = "baton_paged"
 _QUERY_MULTIPLE = 4
+
+OnLayer = Callable[[int], None]  # told the index of a layer whose keys and values have been written
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class AttentionStep:
     groups: list[AttentionGroup]
     varlen: VarlenQueries | None = None  # on a GPU, for layers that its kernel can compute
     num_calls: int = 0
+    on_layer: OnLayer | None = None
 
 
 # Some models drop keyword arguments that they do not know, so the step travels beside the call.
@@ -135,6 +139,8 @@ class _LayerAttention:
         kv = step.cache.layers[self.index]
         kv.keys.index_copy_(0, step.new_slots, key[0].transpose(0, 1))
         kv.values.index_copy_(0, step.new_slots, value[0].transpose(0, 1))
+        if step.on_layer is not None:
+            step.on_layer(self.index)
         if step.varlen is not None and self.softcap is None and sinks is None:
             shape = (-1, step.cache.block_size, key.shape[1], key.shape[3])
             keys, values = kv.key_blocks.view(shape), kv.value_blocks.view(shape)

@@ -1,12 +1,12 @@
 """The engine as its roles see it. The real engine and the simulated one both fit it.
 
-Everything here is called on the asyncio event loop and returns without waiting for a forward pass;
-the engine computes in a thread (or on timers) of its own.
+What does not say otherwise is called on the asyncio event loop and returns without waiting for a forward
+pass; the engine computes in a thread (or on timers) of its own.
 
 A sequence's life:
 
     LOCAL         submit -> events(): TextGenerated..., SequenceFinished -> release
-    PREFILL_ONLY  submit -> events(): ChunkComputed..., FirstTokenSampled -> export_kv... -> release
+    PREFILL_ONLY  submit -> events(): KvComputed..., FirstTokenSampled -> export_kv... -> release
     HANDOFF       submit -> reserved -> accept_first_token, import_kv... -> join (or compute_locally)
                          -> events(): TextGenerated..., SequenceFinished -> release
 """
@@ -58,9 +58,9 @@ class Sequence(Protocol):
         ...
 
     def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
-        """A contiguous CPU copy (2, layers, tokens, kv_heads, head_size), keys before values.
+        """A contiguous CPU copy (layers, 2, tokens, kv_heads, head_size), keys before values.
 
-        Only of positions that a ChunkComputed event has named, and before release.
+        Only of what a KvComputed event has named, and before release. From any thread.
         """
         ...
 
@@ -69,6 +69,7 @@ class Sequence(Protocol):
     ) -> None:
         """Writes one page, laid out as `export_kv` gives it, into the reserved blocks (HANDOFF).
 
+        From any thread, one page at a time.
         Raises InvalidKvPage: ranges outside the context, a size that does not fit, a repeat of a
         (layer, token) already imported; SequenceReleased after release.
         """

@@ -4,9 +4,10 @@ Slot `block x block_size + offset` holds the keys and values of one position in 
 
 Invariant: a sequence reads, masked or not, what was computed or imported for its own tokens, and zeros. A
 mask does not stop NaN, nor a number whose product with a query overflows, so whoever comes to write only a
-part of a block clears the rest first, and `import_range` refuses such numbers.
+part of a block clears the rest first, and `read_page` refuses such numbers.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,9 @@ import torch
 
 from services.engine.errors import InvalidKvPage
 from services.engine.placement import copies_for
+
+# Payloads are views of received messages, which are read-only, and are only read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 _LARGEST = 1e30  # far above what a model computes, far below where a dot product overflows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -75,6 +79,8 @@ class KvCache:
             KvLayer(*layer, *layer.view(2, num_blocks + 1, -1))  # made once: a view costs like a small sum
             for layer in self._pool
         ]
+        # (layers x 2, slots, kv_heads x head_size): rows as long as can be, which copy fastest
+        self._rows = self._pool.view(2 * layout.num_layers, -1, layout.num_kv_heads * layout.head_size)
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slots of positions [start, end), shape (end - start,)."""
@@ -100,31 +106,36 @@ class KvCache:
     def export_range(
         self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int
     ) -> torch.Tensor:
-        """A contiguous copy on the host (2, layers, tokens, kv_heads, head_size)."""
+        """A contiguous copy on the host (layers, 2, tokens, kv_heads, head_size)."""
         slots = self.slots(block_table, token_start, token_end)
-        return self._copies.to_host(self._pool[layer_start:layer_end, :, slots].transpose(0, 1))
+        rows = self._rows[2 * layer_start : 2 * layer_end].index_select(1, slots)
+        shape = (layer_end - layer_start, 2, -1, self.layout.num_kv_heads, self.layout.head_size)
+        return self._copies.to_host(rows.view(shape))
 
-    def import_range(
-        self,
-        block_table: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        payload: memoryview,
-    ) -> None:
-        """Writes bytes laid out as `export_range` gives them. Raises InvalidKvPage."""
+    def read_page(self, num_layers: int, num_tokens: int, payload: memoryview) -> torch.Tensor:
+        """Bytes laid out as `export_range` gives them, as what `import_range` takes. Raises InvalidKvPage.
+
+        A view on the host where it can be. Needs no lock.
+        """
         layout = self.layout
-        shape = (2, layer_end - layer_start, token_end - token_start, layout.num_kv_heads, layout.head_size)
-        expected = torch.Size(shape).numel() * layout.torch_dtype.itemsize
+        row = layout.num_kv_heads * layout.head_size
+        expected = 2 * num_layers * num_tokens * row * layout.torch_dtype.itemsize
         if len(payload) != expected:
             raise InvalidKvPage(f"payload has {len(payload)} bytes, its ranges need {expected}")
-        # A bytearray, because torch refuses to promise that it will not write to read-only memory.
-        page = torch.frombuffer(bytearray(payload), dtype=layout.torch_dtype).view(shape)
-        if not float(page.abs().amax()) <= _LARGEST:  # so written, NaN fails too
-            raise InvalidKvPage(f"payload holds NaN or numbers above {_LARGEST:g}")
-        slots = self.slots(block_table, token_start, token_end)
-        self._pool[layer_start:layer_end, :, slots] = self._copies.to_device(page).transpose(0, 1)
+        page = torch.frombuffer(payload, dtype=layout.torch_dtype)
+        least, most = torch.aminmax(page)
+        if not (float(least) >= -_LARGEST and float(most) <= _LARGEST):  # so written, NaN fails too
+            raise InvalidKvPage(f"payload holds NaN or numbers beyond {_LARGEST:g}")
+        return page.view(2 * num_layers, num_tokens, row)
+
+    def import_range(
+        self, block_table: Sequence[int], layer_start: int, token_start: int, page: torch.Tensor
+    ) -> None:
+        """Writes a page that `read_page` gave to the layers and positions from these on."""
+        num_rows, num_tokens, _ = page.shape
+        slots = self.slots(block_table, token_start, token_start + num_tokens)
+        rows = self._rows[2 * layer_start : 2 * layer_start + num_rows]
+        rows.index_copy_(1, slots, self._copies.to_device(page))
 
 
 def num_blocks_for(layout: KvLayout, block_size: int, memory_bytes: int, most_tokens: int) -> int:

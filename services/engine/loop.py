@@ -16,6 +16,7 @@ import torch
 
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineError, EngineStopped, NoTokenToChoose
+from services.engine.layer_report import LayerReport
 from services.engine.model_runner import ModelRunner
 from services.engine.paged_engine import PagedEngine
 from services.engine.request import NoToken, SampledToken, SequenceEvent
@@ -40,7 +41,7 @@ class Delivery(NamedTuple):
     """What a step led to, for one sequence; after a failure there is nothing more."""
 
     sequence: EngineSequence
-    events: list[SequenceEvent]
+    events: Sequence[SequenceEvent]
     failure: EngineError | None = None
 
 
@@ -120,8 +121,9 @@ class HfEngine(PagedEngine):
             if self._stopping:
                 return
             started = time.monotonic()
+            report = LayerReport(chunks, self.cache.layout, self._report)
             try:
-                outcomes = self._compute(chunks, clock)
+                outcomes = self._compute(chunks, clock, report)
             except Exception as error:
                 log.exception("step failed", sequences=len(chunks))
                 num_failed += 1
@@ -131,7 +133,7 @@ class HfEngine(PagedEngine):
             detokenized_s = _detokenized_s(chunks)
             with self._work:
                 self._in_flight = set()
-                deliveries = self._take_in(outcomes, started, time.monotonic())
+                deliveries = self._take_in(outcomes, started, time.monotonic(), report.num_layers)
             self._hand_over(deliveries)
             if self._on_step is not None and chunks:
                 self._on_step(clock.times(chunks, _detokenized_s(chunks) - detokenized_s))
@@ -149,10 +151,12 @@ class HfEngine(PagedEngine):
         clock.scheduled = time.perf_counter()
         return chunks
 
-    def _compute(self, chunks: Sequence[ScheduledChunk], clock: StepClock) -> list[Outcome]:
+    def _compute(
+        self, chunks: Sequence[ScheduledChunk], clock: StepClock, report: LayerReport
+    ) -> list[Outcome]:
         if not chunks:
             return []
-        logits = self._runner.forward(chunks)
+        logits = self._runner.forward(chunks, report if report.is_wanted else None)
         clock.forwarded = time.perf_counter()
         rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.samples]
         tokens = iter(self._sampler.sample(logits, rows))
@@ -172,7 +176,9 @@ class HfEngine(PagedEngine):
             end_token_ids=ends,
         )
 
-    def _take_in(self, outcomes: Sequence[Outcome], started: float, ended: float) -> list[Delivery]:
+    def _take_in(
+        self, outcomes: Sequence[Outcome], started: float, ended: float, layers_reported: int
+    ) -> list[Delivery]:
         """Moves every sequence of the step on; the lock is held."""
         bad = [chunk.sequence for chunk, token in outcomes if token is NoToken.LOGITS]
         for sequence in bad:
@@ -189,7 +195,8 @@ class HfEngine(PagedEngine):
             else:
                 self._count_computed(sequence, chunk.start, chunk.end)
                 _note_times(sequence, started, ended, sampled=token is not None)
-                deliveries.append(Delivery(sequence, sequence.take_chunk(chunk.start, chunk.end, token)))
+                events = sequence.take_chunk(chunk.start, chunk.end, token, layers_reported)
+                deliveries.append(Delivery(sequence, events))
         return deliveries
 
     def _abandon(self, chunks: Sequence[ScheduledChunk], failure: EngineError) -> list[Delivery]:
@@ -223,6 +230,9 @@ class HfEngine(PagedEngine):
                     delivery.sequence.fail(delivery.failure)
 
         self._on_loop(deliver)
+
+    def _report(self, sequence: EngineSequence, event: SequenceEvent) -> None:
+        self._on_loop(partial(sequence.post, [event]))
 
     def _on_loop(self, action: Callable[[], None]) -> None:
         assert self._loop is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from services.engine.attention import OnLayer
 from services.engine.attention_plan import plan_attention
 from services.engine.decode_graph import CudaCapture, DecodeGraphs
 from services.engine.device import Device
@@ -79,8 +80,12 @@ class ModelRunner:
         self._decode.warm_up()
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-        """Logits (S, vocabulary) in fp32 for the S chunks that sample, in order; (0, vocabulary) if none."""
+    def forward(self, chunks: Sequence[ScheduledChunk], on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Logits (S, vocabulary) in fp32 for the S chunks that sample, in order; (0, vocabulary) if none.
+
+        Args:
+            on_layer: told each layer when its keys and values are in the cache; not by a captured step.
+        """
         assert self._cache is not None
         _clear_begun_blocks(chunks, self._cache)
         if self._decode is not None and self._decode.can_run(chunks):
@@ -94,6 +99,7 @@ class ModelRunner:
             if chunk.samples:
                 sampling_rows.append(len(token_ids) - 1)
         step = plan_attention(chunks, self._cache, self._lengths, self._kernel)
+        step.on_layer = on_layer
         logits = self._pass.run(step, token_ids, positions, sampling_rows or [0])
         return logits[: len(sampling_rows)].cpu()
 

@@ -92,9 +92,11 @@ class NoToken(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkComputed:
-    """KV of context positions [token_start, token_end) is final and can be exported."""
+class KvComputed:
+    """KV of context positions [token_start, token_end) in these layers is final and can be exported."""
 
+    layer_start: int
+    layer_end: int
     token_start: int
     token_end: int
 
@@ -126,7 +128,7 @@ class SequenceFinished:
     num_cached_tokens: int = 0
 
 
-SequenceEvent = ChunkComputed | FirstTokenSampled | TextGenerated | SequenceFinished
+SequenceEvent = KvComputed | FirstTokenSampled | TextGenerated | SequenceFinished
 
 
 @dataclass(slots=True)

@@ -18,9 +18,9 @@ from services.engine.errors import EngineError, EngineStopped, InvalidKvPage, Se
 from services.engine.kv_coverage import KvCoverage
 from services.engine.prefix_digests import PrefixDigests, SequencePrefix
 from services.engine.request import (
-    ChunkComputed,
     EngineRequest,
     FirstTokenSampled,
+    KvComputed,
     SampledToken,
     SequenceEvent,
     SequenceFinished,
@@ -163,16 +163,17 @@ class EngineSequence:
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
     ) -> None:
+        where = (layer_start, layer_end, token_start, token_end)
+        cache = self._host.cache
+        self._coverage.check(*where)
+        page = cache.read_page(layer_end - layer_start, token_end - token_start, payload)
         with self._host.lock():
             if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
                 raise SequenceReleased(self.request.request_id)
-            self._coverage.check(layer_start, layer_end, token_start, token_end)
             # A first token that ended the reply has freed the blocks: its pages lead nowhere.
             if self.state is SequenceState.RESERVED:
-                self._host.cache.import_range(
-                    self.block_table, layer_start, layer_end, token_start, token_end, payload
-                )
-            self._coverage.add(layer_start, layer_end, token_start, token_end)
+                cache.import_range(self.block_table, layer_start, token_start, page)
+            self._coverage.add(*where)
 
     def reset_kv(self) -> None:
         with self._host.lock():
@@ -224,18 +225,26 @@ class EngineSequence:
         if self.mode is SubmitMode.HANDOFF and self.timings.queue_s is None:
             self.timings.queue_s = time.monotonic() - self.submitted_at
         if self.mode is SubmitMode.PREFILL_ONLY and self.num_cached_tokens:
-            self.post([ChunkComputed(0, self.num_cached_tokens)])
+            self.post([KvComputed(0, self._host.cache.layout.num_layers, 0, self.num_cached_tokens)])
         self._events.announce_reserved()
 
     # With the lock held, in the engine's thread too
 
-    def take_chunk(self, start: int, end: int, token: SampledToken | None) -> list[SequenceEvent]:
-        """Positions [start, end) have been computed, and `token` sampled if they end with the last one."""
+    def take_chunk(
+        self, start: int, end: int, token: SampledToken | None, layers_reported: int = 0
+    ) -> list[SequenceEvent]:
+        """Positions [start, end) have been computed, and `token` sampled if they end with the last one.
+
+        Args:
+            layers_reported: whose keys and values of these positions have been reported during the step.
+        """
         self.num_computed_tokens = end
         self._host.on_computed(self)
         if self.mode is not SubmitMode.PREFILL_ONLY:
             return [] if token is None else self.take_tokens([token])
-        events: list[SequenceEvent] = [ChunkComputed(start, end)]
+        events: list[SequenceEvent] = []
+        if layers_reported < (num_layers := self._host.cache.layout.num_layers):
+            events.append(KvComputed(layers_reported, num_layers, start, end))
         if token is not None:
             self.state = SequenceState.ENDED  # the blocks stay until the pages have been taken
             events.append(FirstTokenSampled(token, self.num_cached_tokens))

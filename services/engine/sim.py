@@ -17,7 +17,7 @@ from services.engine.errors import InvalidKvPage, UnsupportedModel
 from services.engine.identity import read_config
 from services.engine.kv_cache import KvLayout
 from services.engine.paged_engine import PagedEngine
-from services.engine.request import ChunkComputed, FirstTokenSampled, SampledToken, SubmitMode
+from services.engine.request import FirstTokenSampled, KvComputed, SampledToken, SubmitMode
 from services.engine.sampler import uniform
 from services.engine.sequence import EngineSequence, SequenceState
 from services.engine.sim_model import REPLY_TEXT, words
@@ -60,6 +60,7 @@ class SimEngine(PagedEngine):
             num_kv_heads=model["num_key_value_heads"],
             head_size=model["head_dim"],
         )
+        torch.set_num_threads(config.threads)
         super().__init__(
             config,
             layout,
@@ -129,7 +130,7 @@ class SimEngine(PagedEngine):
         self._count_computed(sequence, start, end)
         self._admit_soon()  # somebody may wait for this very prefix
         if sequence.mode is SubmitMode.PREFILL_ONLY:
-            sequence.post([ChunkComputed(start, end)])
+            sequence.post([KvComputed(0, self.cache.layout.num_layers, start, end)])
         self._schedule(run)
 
     def _sample_token(self, run: _Run) -> None:
@@ -175,20 +176,20 @@ class SimEngine(PagedEngine):
         return SampledToken(token_id, 0.0, ((token_id, 0.0),) if sampling.logprobs else ())
 
     def _expected_kv(self, sequence: EngineSequence, start: int, end: int) -> torch.Tensor:
-        """(2, layers, tokens, kv_heads, head_size), from token, position and layer alone."""
+        """(layers, 2, tokens, kv_heads, head_size), from token, position and layer alone."""
         layout = self.cache.layout
         tokens = torch.tensor(sequence.token_ids[start:end], dtype=torch.float32)
         base = tokens * 0.5 + torch.arange(start, end) * 0.25
         layers = torch.arange(layout.num_layers, dtype=torch.float32).unsqueeze(1)
         keys = (base + layers).view(layout.num_layers, end - start, 1, 1)
-        kv = torch.stack((keys, -keys))
+        kv = torch.stack((keys, -keys), dim=1)
         return kv.expand(-1, -1, -1, layout.num_kv_heads, layout.head_size)
 
     def _write(self, sequence: EngineSequence, start: int, end: int) -> None:
         slots = self.cache.slots(sequence.block_table, start, end)
         expected = self._expected_kv(sequence, start, end)
-        for layer, kv in enumerate(self.cache.layers):
-            kv.keys[slots], kv.values[slots] = expected[:, layer]
+        for kv, (keys, values) in zip(self.cache.layers, expected, strict=True):
+            kv.keys[slots], kv.values[slots] = keys, values
 
     def check_imported(self, sequence: EngineSequence) -> None:
         """Keys and values follow from the prompt here, so those of another one are noticed."""

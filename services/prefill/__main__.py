@@ -5,14 +5,15 @@ from collections.abc import Awaitable, Callable
 
 from grpc import aio
 
-from baton.v1 import common_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2
+from services.kv.service import add_to_server
 from services.prefill.servicer import PrefillServicer
 from services.worker import Worker, serve
 
 
 def add_servicer(worker: Worker, server: aio.Server) -> Callable[[], Awaitable[None]]:
     """Adds the Prefill service; it holds nothing that needs closing."""
-    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(worker), server)
+    add_to_server(PrefillServicer(worker), server)
 
     async def close() -> None:
         return None

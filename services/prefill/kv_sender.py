@@ -1,26 +1,36 @@
-"""Sends one sequence's KV cache: pages as chunks are computed, the first token ahead of them.
+"""Sends one sequence's KV cache: pages as layers are computed, the first token ahead of those that wait.
 
-Invariant: the result is sent last, and only when every page has been taken. A page's bytes are
-copied out of the pool when it is about to be sent, so pages that wait cost no memory.
+Invariant: the result is sent last, and only when every page has been taken. A page's bytes are copied
+out of the pool when its turn comes, so pages that wait cost no memory; off the event loop, while the
+page before it is being sent.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
+from typing import NamedTuple
 
 from baton.v1 import prefill_pb2
-from services import kv_page
 from services.engine.interface import Sequence
-from services.engine.request import ChunkComputed, FirstTokenSampled, ModelIdentity
+from services.engine.request import FirstTokenSampled, KvComputed, ModelIdentity
+from services.kv import codec, page
 from services.wire import token_to_proto
+from services.worker import KvTraffic
 
 _MS = 1000.0
+
+
+class _Sealed(NamedTuple):
+    message: bytes
+    num_bytes: int  # of payload
 
 
 class KvSender:
     """The messages of one Prefill call, in the order they should go.
 
     Args:
+        threads: where pages are copied and checksums computed.
         num_held_tokens: first positions, which the receiver has.
     """
 
@@ -30,6 +40,8 @@ class KvSender:
         identity: ModelIdentity,
         transfer_id: str,
         max_page_bytes: int,
+        traffic: KvTraffic,
+        threads: Executor,
         num_held_tokens: int = 0,
     ) -> None:
         self._sequence = sequence
@@ -37,36 +49,39 @@ class KvSender:
         self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
         self._transfer_id = transfer_id
         self._max_page_bytes = max_page_bytes
+        self._traffic = traffic
+        self._threads = threads
         self._num_held_tokens = num_held_tokens
-        self._pages: deque[kv_page.PageRange] = deque()
+        self._waiting: deque[page.PageRange] = deque()
         self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
-        self._ended = False
+        self._has_ended = False
         self.num_bytes = 0
         self.num_pages = 0
 
-    async def messages(self) -> AsyncGenerator[prefill_pb2.PrefillMessage, None]:
-        """Yields FirstToken as soon as it is known, pages meanwhile, then the result.
+    async def messages(self) -> AsyncGenerator[prefill_pb2.PrefillMessage | bytes, None]:
+        """Yields FirstToken as soon as it is known, pages (encoded) meanwhile, then the result.
 
         Raises what the sequence raises. Close it (`aclosing`) on every path.
         """
         collect = asyncio.create_task(self._collect())
+        sealing: asyncio.Future[_Sealed] | None = None
         try:
             while True:
                 # Cleared before looking, so that nothing which arrives after the look is missed.
                 self._changed.clear()
                 if self._first_token is not None:
                     first, self._first_token = self._first_token, None
-                    yield prefill_pb2.PrefillMessage(
-                        first_token=prefill_pb2.FirstToken(
-                            token=token_to_proto(first.token),
-                            timings=self._timings(),
-                            num_cached_tokens=min(first.num_cached_tokens, self._num_prompt_tokens),
-                        )
-                    )
-                elif self._pages:
-                    yield prefill_pb2.PrefillMessage(page=self._seal(self._pages.popleft()))
-                elif self._ended:
+                    yield self._announce(first)
+                elif sealing is not None:
+                    sealed, sealing = await sealing, self._seal_next()
+                    self.num_pages += 1
+                    self.num_bytes += sealed.num_bytes
+                    self._traffic.sent += sealed.num_bytes
+                    yield sealed.message
+                elif self._waiting:
+                    sealing = self._seal_next()
+                elif self._has_ended:
                     await collect  # raises here what ended the sequence early
                     break
                 else:
@@ -74,28 +89,41 @@ class KvSender:
             yield self._result()
         finally:
             collect.cancel()
+            if sealing is not None:
+                await asyncio.gather(sealing, return_exceptions=True)
 
     async def _collect(self) -> None:
         try:
             async for event in self._sequence.events():
-                if isinstance(event, ChunkComputed):
+                if isinstance(event, KvComputed):
                     start = max(event.token_start, self._num_held_tokens)
-                    self._pages.extend(
-                        kv_page.split(self._identity, start, event.token_end, self._max_page_bytes)
-                    )
+                    where = page.PageRange(event.layer_start, event.layer_end, start, event.token_end)
+                    self._waiting.extend(page.split(self._identity, where, self._max_page_bytes))
                 elif isinstance(event, FirstTokenSampled):
                     self._first_token = event
                 self._changed.set()
         finally:
-            self._ended = True
+            self._has_ended = True
             self._changed.set()
 
-    def _seal(self, where: kv_page.PageRange) -> prefill_pb2.KvPage:
-        kv = self._sequence.export_kv(where.layer_start, where.layer_end, where.token_start, where.token_end)
-        page = kv_page.seal(self._transfer_id, self._identity.dtype, where, kv)
-        self.num_pages += 1
-        self.num_bytes += len(page.payload)
-        return page
+    def _seal_next(self) -> "asyncio.Future[_Sealed] | None":
+        if not self._waiting:
+            return None
+        where = self._waiting.popleft()
+        return asyncio.get_running_loop().run_in_executor(self._threads, self._seal, where)
+
+    def _seal(self, where: page.PageRange) -> _Sealed:
+        sealed = page.seal(self._transfer_id, self._identity.dtype, where, self._sequence.export_kv(*where))
+        return _Sealed(codec.encode_page(sealed), len(sealed.payload))
+
+    def _announce(self, first: FirstTokenSampled) -> prefill_pb2.PrefillMessage:
+        return prefill_pb2.PrefillMessage(
+            first_token=prefill_pb2.FirstToken(
+                token=token_to_proto(first.token),
+                timings=self._timings(),
+                num_cached_tokens=min(first.num_cached_tokens, self._num_prompt_tokens),
+            )
+        )
 
     def _result(self) -> prefill_pb2.PrefillMessage:
         return prefill_pb2.PrefillMessage(

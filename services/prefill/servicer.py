@@ -19,7 +19,7 @@ from services.rpc.status import Draining, abort
 from services.wire import engine_request, identity_from_proto
 from services.worker import Worker
 
-PrefillContext = aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillMessage]
+PrefillContext = aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillMessage | bytes]
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -53,12 +53,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 identity,
                 request.transfer_id,
                 min(request.max_page_bytes or worker.settings.max_page_bytes, worker.settings.max_page_bytes),
+                worker.traffic,
+                worker.kv_threads,
                 request.num_held_tokens,
             )
             async with aclosing(sender.messages()) as messages:
                 async for message in messages:
                     await context.write(message)
-                    worker.traffic.sent += len(message.page.payload)
         finally:
             sequence.release()
             self._record_spans(accepted_ns, sequence.timings)

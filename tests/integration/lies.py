@@ -3,7 +3,7 @@
 import torch
 
 from baton.v1 import prefill_pb2
-from services import kv_page
+from services.kv import page as kv_page
 
 Messages = list[prefill_pb2.PrefillMessage]
 
@@ -64,7 +64,9 @@ def huge_numbers(messages: Messages) -> Messages:
     page = next(message.page for message in messages if message.HasField("page"))
     where = kv_page.PageRange(page.layer_start, page.layer_end, page.token_start, page.token_end)
     kv = torch.full((len(page.payload) // 4,), 3e38)
-    page.CopyFrom(kv_page.seal(page.transfer_id, page.dtype, where, kv))
+    header, payload = kv_page.seal(page.transfer_id, page.dtype, where, kv)
+    page.CopyFrom(header)
+    page.payload = payload.tobytes()
     return messages
 
 

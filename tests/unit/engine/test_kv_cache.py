@@ -12,7 +12,7 @@ def test_a_copy_takes_no_more_than_it_was_told_to() -> None:
     everywhere = (0, LAYOUT.num_layers, 0, 4)
     source = torch.full((2, 2, 4, 2, 3), 7.0)
     source[:, :, 3] = 9.0
-    cache.import_range([1], *everywhere, memoryview(source.numpy().tobytes()))
+    cache.import_range([1], 0, 0, cache.read_page(2, 4, memoryview(source.numpy().tobytes())))
     for layer in cache.layers:
         layer.keys[:4] = torch.nan  # block 0, of an owner before
     cache.copy_block(1, 0, 3)

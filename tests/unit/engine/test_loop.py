@@ -9,6 +9,7 @@ from typing import ClassVar, NoReturn
 import pytest
 import torch
 
+from services.engine.attention import OnLayer
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped, InvalidKvPage, NoTokenToChoose, SequenceReleased
 from services.engine.loop import HfEngine
@@ -204,7 +205,7 @@ async def test_an_incomplete_sequence_cannot_join(llama: Path) -> None:
         with pytest.raises(InvalidKvPage, match="NaN"):
             sequence.import_kv(1, 2, 0, 3, memoryview(b"\xff" * len(zeros)))
         huge = torch.full((len(zeros) // 4,), 3e38)  # padding of others would read it: 3e38 x query - inf
-        with pytest.raises(InvalidKvPage, match="above"):
+        with pytest.raises(InvalidKvPage, match="beyond"):
             sequence.import_kv(1, 2, 0, 3, memoryview(huge.numpy().tobytes()))
         with pytest.raises(InvalidKvPage, match="none of the model's"):
             sequence.accept_first_token(SampledToken(4_000_000_000))
@@ -275,8 +276,8 @@ class _Spoiled(ModelRunner):
     from_position: ClassVar[int] = 0
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-        logits = super().forward(chunks)
+    def forward(self, chunks: Sequence[ScheduledChunk], on_layer: OnLayer | None = None) -> torch.Tensor:
+        logits = super().forward(chunks, on_layer)
         sampling = iter(logits)
         assert self._cache is not None
         for chunk in chunks:
@@ -393,8 +394,8 @@ class _OnlyOneToken(ModelRunner):
     """Gives every token but one no chance."""
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-        logits = torch.full_like(super().forward(chunks), -torch.inf)
+    def forward(self, chunks: Sequence[ScheduledChunk], on_layer: OnLayer | None = None) -> torch.Tensor:
+        logits = torch.full_like(super().forward(chunks, on_layer), -torch.inf)
         logits[:, 5] = 1.0
         return logits
 
@@ -403,8 +404,8 @@ class _OnlyOneTokenOrNone(_OnlyOneToken):
     """And gives one prompt none at all."""
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
-        logits = super().forward(chunks)
+    def forward(self, chunks: Sequence[ScheduledChunk], on_layer: OnLayer | None = None) -> torch.Tensor:
+        logits = super().forward(chunks, on_layer)
         sampling = [chunk for chunk in chunks if chunk.samples]
         for row, chunk in zip(logits, sampling, strict=True):
             if chunk.sequence.request.prompt_token_ids == tuple(PROMPTS[2]):

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.engine.attention import OnLayer
 from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
 from services.engine.request import (
-    ChunkComputed,
     EngineRequest,
+    KvComputed,
     SamplingParams,
     SequenceFinished,
     SubmitMode,
@@ -140,10 +141,10 @@ async def test_a_preempted_continuation_counts_each_recomputed_token_once(llama:
 class _Picky(ModelRunner):
     """Cannot compute past position 8 of a prompt that begins with 99."""
 
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> torch.Tensor:
+    def forward(self, chunks: Sequence[ScheduledChunk], on_layer: OnLayer | None = None) -> torch.Tensor:
         if any(chunk.sequence.token_ids[0] == 99 and chunk.end > 8 for chunk in chunks):
             raise RuntimeError("scripted")
-        return super().forward(chunks)
+        return super().forward(chunks, on_layer)
 
 
 async def test_choices_that_cannot_be_computed_do_not_end_the_engine(llama: Path) -> None:
@@ -164,7 +165,7 @@ async def test_what_a_failed_step_has_lost_cannot_be_exported(llama: Path) -> No
     await engine.start()
     sequence = engine.submit(make_request([99] * 20, 4), SubmitMode.PREFILL_ONLY)
     events = sequence.events()
-    assert await anext(events) == ChunkComputed(0, 8)
+    assert await anext(events) == KvComputed(0, 3, 0, 8)
     await eventually(lambda: engine.load().blocks_used == 0)
     with pytest.raises(EngineStopped):
         sequence.export_kv(0, 1, 0, 8)

@@ -8,7 +8,7 @@ import pytest
 
 from services.engine.config import EngineConfig
 from services.engine.errors import InvalidKvPage, UnsupportedModel
-from services.engine.request import ChunkComputed, FirstTokenSampled, SampledToken, SubmitMode
+from services.engine.request import FirstTokenSampled, KvComputed, SampledToken, SubmitMode
 from services.engine.sequence import SequenceState
 from services.engine.sim import REPLY_LENGTH, SimEngine
 from services.engine.sim_model import REPLY_TEXT, write_sim_model
@@ -56,7 +56,7 @@ async def test_pages_in_the_wrong_place_are_noticed(engine: SimEngine) -> None:
     target = engine.submit(make_request(list(reversed(PROMPT)), 5), SubmitMode.HANDOFF)
     await target.reserved()
     async for event in source.events():
-        if isinstance(event, ChunkComputed):
+        if isinstance(event, KvComputed):
             where = (0, 2, event.token_start, event.token_end)
             target.import_kv(*where, memoryview(source.export_kv(*where).numpy().tobytes()))
         if isinstance(event, FirstTokenSampled):

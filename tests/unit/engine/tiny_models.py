@@ -13,9 +13,9 @@ from services.engine.config import EngineConfig
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
 from services.engine.request import (
-    ChunkComputed,
     EngineRequest,
     FirstTokenSampled,
+    KvComputed,
     SamplingParams,
     SequenceFinished,
     SubmitMode,
@@ -151,10 +151,10 @@ async def hand_over(source: HfEngine, target: HfEngine, sequence: EngineSequence
             if isinstance(event, FirstTokenSampled):
                 sequence.accept_first_token(event.token)
                 continue
-            assert isinstance(event, ChunkComputed)
-            for layers in ((0, 2), (2, 3)):
+            assert isinstance(event, KvComputed)
+            for layer in range(event.layer_start, event.layer_end):
                 for start in range(max(event.token_start, sequence.num_held_tokens), event.token_end, 13):
-                    where = (*layers, start, min(start + 13, event.token_end))
+                    where = (layer, layer + 1, start, min(start + 13, event.token_end))
                     sequence.import_kv(*where, memoryview(reading.export_kv(*where).numpy().tobytes()))
         sequence.join()
     finally:

@@ -1,0 +1,88 @@
+"""A page that verifies holds exactly what was sealed, for exactly the ranges it names."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.engine.errors import InvalidKvPage
+from services.engine.request import ModelIdentity
+from services.kv import page
+from services.kv.page import Page, PageRange
+
+IDENTITY = ModelIdentity(
+    model="m",
+    fingerprint="f",
+    dtype="float32",
+    num_layers=5,
+    num_kv_heads=2,
+    head_size=4,
+    rope="",
+    wire_version=1,
+)
+WHERE = PageRange(1, 3, 16, 19)
+
+
+def sealed() -> Page:
+    kv = torch.arange(2 * 2 * 3 * 2 * 4, dtype=torch.float32).reshape(2, 2, 3, 2, 4)
+    return page.seal("t1", "float32", WHERE, kv)
+
+
+def test_a_sealed_page_verifies_and_names_its_ranges() -> None:
+    assert page.verify(sealed(), "t1", "float32") == WHERE
+
+
+@given(st.integers(0, 2 * 2 * 3 * 2 * 4 * 4 * 8 - 1))
+def test_any_flipped_bit_is_found(bit: int) -> None:
+    header, payload = sealed()
+    damaged = bytearray(payload)
+    damaged[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(InvalidKvPage, match="checksum"):
+        page.verify(Page(header, memoryview(damaged)), "t1", "float32")
+
+
+@pytest.mark.parametrize("name", ["layer_start", "layer_end", "token_start", "token_end"])
+def test_a_page_moved_elsewhere_is_found(name: str) -> None:
+    moved = sealed()
+    setattr(moved.header, name, getattr(moved.header, name) + 1)
+    with pytest.raises(InvalidKvPage, match="checksum"):
+        page.verify(moved, "t1", "float32")
+
+
+def test_a_truncated_page_is_found() -> None:
+    header, payload = sealed()
+    with pytest.raises(InvalidKvPage, match="checksum"):
+        page.verify(Page(header, payload[:-4]), "t1", "float32")
+
+
+def test_a_page_of_another_transfer_or_dtype_is_refused() -> None:
+    with pytest.raises(InvalidKvPage, match="transfer 't2'"):
+        page.verify(sealed(), "t2", "float32")
+    with pytest.raises(InvalidKvPage, match="float16"):
+        page.verify(sealed(), "t1", "float16")
+
+
+@given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 50), st.integers(0, 200), st.integers(1, 20_000))
+def test_split_covers_every_layer_of_every_token_once(
+    layer: int, num_layers: int, start: int, length: int, max_bytes: int
+) -> None:
+    whole = PageRange(layer, min(5, layer + num_layers), start, start + length)
+    covered: dict[tuple[int, int], int] = {}
+    unit = page.bytes_per_token_layer(IDENTITY)
+    for where in page.split(IDENTITY, whole, max_bytes):
+        size = unit * (where.layer_end - where.layer_start) * (where.token_end - where.token_start)
+        assert size <= max(max_bytes, unit)
+        for place in range(where.layer_start, where.layer_end):
+            for token in range(where.token_start, where.token_end):
+                covered[place, token] = covered.get((place, token), 0) + 1
+    layers, tokens = range(whole.layer_start, whole.layer_end), range(start, start + length)
+    assert set(covered) == {(place, token) for place in layers for token in tokens}
+    assert set(covered.values()) <= {1}
+
+
+def test_bfloat16_round_trips() -> None:
+    kv = torch.randn(1, 2, 2, 2, 4).to(torch.bfloat16)
+    sealed = page.seal("t", "bfloat16", PageRange(0, 1, 0, 2), kv)
+    page.verify(sealed, "t", "bfloat16")
+    back = torch.frombuffer(bytearray(sealed.payload), dtype=torch.bfloat16).reshape(kv.shape)
+    assert torch.equal(back, kv)
