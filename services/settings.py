@@ -45,7 +45,7 @@ class WorkerSettings(ProcessSettings):
     precision: Precision = Precision.FP32  # of linear layers; fp32 is exact
     device: Device = Device.AUTO
     threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
-    max_page_bytes: int = Field(1024 * 1024, ge=1024, le=4 * 1024 * 1024)
+    max_page_bytes: int = Field(2 * 1024 * 1024, ge=1024, le=4 * 1024 * 1024)
     drain_s: float = Field(25.0, ge=0)
     sim_prefill_ms_per_token: float = Field(0.0, ge=0)
     sim_token_ms: float = Field(33.0, ge=0)

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 0.1
 _LOAD_HEARTBEAT_S = 1.0
-_NUM_KV_THREADS = 2
+_NUM_KV_THREADS = 1
 
 
 @dataclass(slots=True)

@@ -12,14 +12,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.interface import Sequence
 from services.engine.request import ModelIdentity
 from services.kv import codec, page
+from services.kv.background import Background
 from services.kv.service import PrefillClient
 from services.worker import KvTraffic
+
+_MOST_UNFINISHED = 4  # pages: enough that neither the wire nor the thread waits for the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class KvReceiver:
         self._traffic = traffic
         self._threads = threads
         self._on_first_token = on_first_token
+        self._changed = asyncio.Event()
         self._first_token_at: float | None = None
         self._num_pages = 0
         self._num_bytes = 0
@@ -64,7 +69,7 @@ class KvReceiver:
         """
         request.transfer_id = secrets.token_hex(16)
         result: prefill_pb2.PrefillResult | None = None
-        importing: asyncio.Future[None] | None = None
+        imports = Background(self._threads, self._changed.set)
         call = client.prefill(request, timeout=timeout_s)
         try:
             async for data in call:
@@ -72,9 +77,9 @@ class KvReceiver:
                     raise InvalidKvPage("a message after the result")
                 message = codec.decode_message(data)
                 if isinstance(message, page.Page):
-                    if importing is not None:
-                        await importing
-                    importing = self._start_import(message, request.transfer_id)
+                    await self._until_unfinished(imports, _MOST_UNFINISHED - 1)
+                    self._count(message)
+                    imports.start(partial(self._import, message, request.transfer_id))
                     continue
                 match message.WhichOneof("message"):
                     case "first_token":
@@ -83,12 +88,10 @@ class KvReceiver:
                         result = message.result
                     case unknown:
                         raise InvalidKvPage(f"unknown prefill message {unknown!r}")
-            if importing is not None:
-                await importing
+            await self._until_unfinished(imports, 0)
         finally:
             call.cancel()  # leaving the loop early cancels nothing by itself
-            if importing is not None:
-                await asyncio.gather(importing, return_exceptions=True)
+            await imports.stop()
         return self._finish(result)
 
     def _take_first_token(self, message: prefill_pb2.FirstToken) -> None:
@@ -97,11 +100,19 @@ class KvReceiver:
         self._first_token_at = time.monotonic()
         self._on_first_token(message)
 
-    def _start_import(self, received: page.Page, transfer_id: str) -> "asyncio.Future[None]":
+    async def _until_unfinished(self, imports: Background, most: int) -> None:
+        """Waits until no more imports than that are unfinished. Raises what one has raised."""
+        while imports.num_unfinished > most:
+            self._changed.clear()
+            imports.check()
+            if imports.num_unfinished > most:
+                await self._changed.wait()
+        imports.check()
+
+    def _count(self, received: page.Page) -> None:
         self._num_pages += 1
         self._num_bytes += len(received.payload)
         self._traffic.received += len(received.payload)
-        return asyncio.get_running_loop().run_in_executor(self._threads, self._import, received, transfer_id)
 
     def _import(self, received: page.Page, transfer_id: str) -> None:
         where = page.verify(received, transfer_id, self._identity.dtype)

@@ -57,10 +57,18 @@ class Sequence(Protocol):
         """
         ...
 
-    def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
+    def export_kv(
+        self,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """A contiguous CPU copy (layers, 2, tokens, kv_heads, head_size), keys before values.
 
-        Only of what a KvComputed event has named, and before release. From any thread.
+        Only of what a KvComputed event has named, and before release. From any thread. It may lie in
+        `scratch`, (elements or more,) on the host.
         """
         ...
 

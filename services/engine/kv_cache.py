@@ -84,10 +84,12 @@ class KvCache:
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slots of positions [start, end), shape (end - start,)."""
-        positions = torch.arange(start, end)
-        blocks = torch.tensor(block_table, dtype=torch.long)[positions // self.block_size]
-        slots = blocks * self.block_size + positions % self.block_size
-        return slots.to(self.device)
+        size = self.block_size
+        return torch.tensor(  # by hand: for as few as a page has, several times faster than with tensors
+            [block_table[place // size] * size + place % size for place in range(start, end)],
+            dtype=torch.long,
+            device=self.device,
+        )
 
     def copy_block(self, source: int, target: int, count: int) -> None:
         """Copies the first `count` positions of a block in every layer; the rest becomes zeros."""
@@ -104,12 +106,28 @@ class KvCache:
         return self._pool[:, :, block * self.block_size : (block + 1) * self.block_size]
 
     def export_range(
-        self, block_table: Sequence[int], layer_start: int, layer_end: int, token_start: int, token_end: int
+        self,
+        block_table: Sequence[int],
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        scratch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """A contiguous copy on the host (layers, 2, tokens, kv_heads, head_size)."""
+        """A contiguous copy on the host (layers, 2, tokens, kv_heads, head_size).
+
+        Args:
+            scratch: memory on the host that the copy may use, (>= elements,), instead of some of its own.
+        """
+        layout = self.layout
+        num_rows, num_tokens = 2 * (layer_end - layer_start), token_end - token_start
         slots = self.slots(block_table, token_start, token_end)
-        rows = self._rows[2 * layer_start : 2 * layer_end].index_select(1, slots)
-        shape = (layer_end - layer_start, 2, -1, self.layout.num_kv_heads, self.layout.head_size)
+        out = None
+        if scratch is not None and scratch.device == self.device:
+            row = layout.num_kv_heads * layout.head_size
+            out = scratch[: num_rows * num_tokens * row].view(num_rows, num_tokens, row)
+        rows = torch.index_select(self._rows[2 * layer_start : 2 * layer_end], 1, slots, out=out)
+        shape = (layer_end - layer_start, 2, num_tokens, layout.num_kv_heads, layout.head_size)
         return self._copies.to_host(rows.view(shape))
 
     def read_page(self, num_layers: int, num_tokens: int, payload: memoryview) -> torch.Tensor:

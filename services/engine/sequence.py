@@ -151,14 +151,21 @@ class EngineSequence:
         if self.state is SequenceState.ENDED:  # in the queue, perhaps: it will never be let in
             self.announce_reserved()
 
-    def export_kv(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> torch.Tensor:
+    def export_kv(
+        self,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         where = (layer_start, layer_end, token_start, token_end)
         with self._host.lock():
             if self.state is SequenceState.RELEASED:
                 raise SequenceReleased(self.request.request_id)
             if not self.block_table:
                 raise EngineStopped("the sequence's step has failed")
-            return self._host.cache.export_range(self.block_table, *where)
+            return self._host.cache.export_range(self.block_table, *where, scratch)
 
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview

@@ -16,7 +16,7 @@ from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.request import ModelIdentity
 
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class PageRange(NamedTuple):
@@ -42,7 +42,14 @@ class Page(NamedTuple):
 
 def bytes_per_token_layer(identity: ModelIdentity) -> int:
     """Keys and values of one token in one layer: 2 x kv heads x head size x element bytes."""
-    return 2 * identity.num_kv_heads * identity.head_size * _ELEMENT_BYTES[identity.dtype]
+    return 2 * identity.num_kv_heads * identity.head_size * _DTYPES[identity.dtype].itemsize
+
+
+def scratch(identity: ModelIdentity, max_bytes: int) -> torch.Tensor:
+    """Room for one page, (elements,)."""
+    num_bytes = max(max_bytes, bytes_per_token_layer(identity))
+    dtype = _DTYPES[identity.dtype]
+    return torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
 
 
 def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator[PageRange]:

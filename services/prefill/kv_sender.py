@@ -1,24 +1,27 @@
 """Sends one sequence's KV cache: pages as layers are computed, the first token ahead of those that wait.
 
 Invariant: the result is sent last, and only when every page has been taken. A page's bytes are copied
-out of the pool when its turn comes, so pages that wait cost no memory; off the event loop, while the
-page before it is being sent.
+out of the pool shortly before its turn, so pages that wait cost no memory; off the event loop, while
+those before it are being sent.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
+from functools import partial
 from typing import NamedTuple
 
 from baton.v1 import prefill_pb2
 from services.engine.interface import Sequence
 from services.engine.request import FirstTokenSampled, KvComputed, ModelIdentity
 from services.kv import codec, page
+from services.kv.background import Background
 from services.wire import token_to_proto
 from services.worker import KvTraffic
 
 _MS = 1000.0
+_MOST_AHEAD = 3  # pages that are copied out before their turn, so that the wire never waits for one
 
 
 class _Sealed(NamedTuple):
@@ -53,6 +56,8 @@ class KvSender:
         self._threads = threads
         self._num_held_tokens = num_held_tokens
         self._waiting: deque[page.PageRange] = deque()
+        self._sealed: deque[_Sealed] = deque()
+        self._scratch = page.scratch(identity, max_page_bytes)  # pages are sealed one at a time
         self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
         self._has_ended = False
@@ -65,32 +70,28 @@ class KvSender:
         Raises what the sequence raises. Close it (`aclosing`) on every path.
         """
         collect = asyncio.create_task(self._collect())
-        sealing: asyncio.Future[_Sealed] | None = None
+        sealing = Background(self._threads, self._changed.set)
         try:
             while True:
                 # Cleared before looking, so that nothing which arrives after the look is missed.
                 self._changed.clear()
+                while self._waiting and sealing.num_unfinished + len(self._sealed) < _MOST_AHEAD:
+                    sealing.start(partial(self._seal, self._waiting.popleft()))
                 if self._first_token is not None:
                     first, self._first_token = self._first_token, None
                     yield self._announce(first)
-                elif sealing is not None:
-                    sealed, sealing = await sealing, self._seal_next()
-                    self.num_pages += 1
-                    self.num_bytes += sealed.num_bytes
-                    self._traffic.sent += sealed.num_bytes
-                    yield sealed.message
-                elif self._waiting:
-                    sealing = self._seal_next()
-                elif self._has_ended:
+                elif self._sealed:
+                    yield self._count(self._sealed.popleft())
+                elif self._has_ended and not sealing.num_unfinished:
                     await collect  # raises here what ended the sequence early
                     break
                 else:
+                    sealing.check()
                     await self._changed.wait()
             yield self._result()
         finally:
             collect.cancel()
-            if sealing is not None:
-                await asyncio.gather(sealing, return_exceptions=True)
+            await sealing.stop()
 
     async def _collect(self) -> None:
         try:
@@ -106,15 +107,17 @@ class KvSender:
             self._has_ended = True
             self._changed.set()
 
-    def _seal_next(self) -> "asyncio.Future[_Sealed] | None":
-        if not self._waiting:
-            return None
-        where = self._waiting.popleft()
-        return asyncio.get_running_loop().run_in_executor(self._threads, self._seal, where)
+    def _seal(self, where: page.PageRange) -> None:
+        """In a thread, one page at a time."""
+        kv = self._sequence.export_kv(*where, self._scratch)
+        sealed = page.seal(self._transfer_id, self._identity.dtype, where, kv)
+        self._sealed.append(_Sealed(codec.encode_page(sealed), len(sealed.payload)))
 
-    def _seal(self, where: page.PageRange) -> _Sealed:
-        sealed = page.seal(self._transfer_id, self._identity.dtype, where, self._sequence.export_kv(*where))
-        return _Sealed(codec.encode_page(sealed), len(sealed.payload))
+    def _count(self, sealed: _Sealed) -> bytes:
+        self.num_pages += 1
+        self.num_bytes += sealed.num_bytes
+        self._traffic.sent += sealed.num_bytes
+        return sealed.message
 
     def _announce(self, first: FirstTokenSampled) -> prefill_pb2.PrefillMessage:
         return prefill_pb2.PrefillMessage(
