@@ -1,7 +1,8 @@
 """Gets a request admitted by some decode worker.
 
-Invariant: either one call is admitted and returned, or none is left open. A worker that is full, gone
-or silent costs an attempt, not the request; only when nobody is left is the client refused.
+Invariant: either one call is admitted and returned, or none is left open. A worker that is full, gone,
+silent or never admits costs an attempt, not the request; only when nobody is left, or no time, is the
+client refused.
 Must not know: replies, logs, what is generated.
 """
 
@@ -69,10 +70,11 @@ class Admission:
             except Unavailable as nobody:
                 raise refusal or nobody from None
             tried.add(route.decode.address)
+            attempt_ends = self._attempt_ends(route, patience_ends)
             del request.prefill_targets[:]
             request.prefill_targets.extend(route.prefill_targets)
             try:
-                return await self._open(route, request, patience_ends, deadline)
+                return await self._open(route, request, attempt_ends, deadline)
             except CallFailed as failure:
                 route.outcome.failed(failure.blame)
                 _log.info("decode worker %s did not admit: %s", route.decode.address, failure)
@@ -82,12 +84,24 @@ class Admission:
                     raise timed_out() from failure
                 if not isinstance(refusal, Overloaded):
                     refusal = failure.error
+                if self._clock() >= patience_ends:
+                    raise refusal from failure
             except BaseException:
                 route.outcome.dropped()
                 raise
 
+    def _attempt_ends(self, route: Route, patience_ends: float) -> float:
+        """One worker that lives and never admits must leave time for the others."""
+        if not route.has_spare:
+            return patience_ends
+        now = self._clock()
+        share_s = max((patience_ends - now) / 2, _LEAST_PATIENCE_S)
+        if route.outcome.is_probe:
+            share_s = min(share_s, _SILENCE_S)
+        return min(now + share_s, patience_ends)
+
     async def _open(
-        self, route: Route, request: decode_pb2.GenerateRequest, patience_ends: float, deadline: float
+        self, route: Route, request: decode_pb2.GenerateRequest, attempt_ends: float, deadline: float
     ) -> DecodeCall:
         sent_at = self._clock()
         timeout_s = max(deadline - sent_at, 0.0) + _DEADLINE_SLACK_S
@@ -95,7 +109,7 @@ class Admission:
         # In a task of its own: an intercepted call swallows a cancellation that arrives in here.
         answer = asyncio.ensure_future(call.initial_metadata())
         try:
-            await self._answered(answer, route.decode.address, sent_at, patience_ends)
+            await self._answered(answer, route.decode.address, sent_at, attempt_ends)
             await _raise_if_refused(call)
         except BaseException:
             answer.cancel()
@@ -104,7 +118,7 @@ class Admission:
         return DecodeCall(route, call, sent_at=sent_at, clock=self._clock)
 
     async def _answered(
-        self, answer: "asyncio.Future[Any]", address: str, sent_at: float, patience_ends: float
+        self, answer: "asyncio.Future[Any]", address: str, sent_at: float, attempt_ends: float
     ) -> None:
         """Waits for initial metadata, as long as the worker gives signs of life. Raises CallFailed."""
         while not answer.done():
@@ -113,12 +127,12 @@ class Admission:
             silent_at = max(
                 heard_at + _SILENCE_S if heard_at is not None else 0.0, sent_at + _LEAST_PATIENCE_S
             )
-            if now >= min(silent_at, patience_ends):
+            if now >= min(silent_at, attempt_ends):
                 # What is left of the patience after others may be too short to blame anybody.
-                blame = Blame(decode=now - sent_at >= min(_SILENCE_S, self._admit_timeout_s / 2))
+                blame = Blame(decode=now - sent_at >= min(_SILENCE_S, self._admit_timeout_s / 4))
                 reason = "silent" if now >= silent_at else "admission_timeout"
                 raise CallFailed.unavailable(reason, blame=blame)
-            await asyncio.wait({answer}, timeout=min(silent_at, patience_ends) - now)
+            await asyncio.wait({answer}, timeout=min(silent_at, attempt_ends) - now)
 
 
 async def _raise_if_refused(call: Call) -> None:

@@ -62,6 +62,7 @@ class Route:
     decode: DecodeTarget
     prefill_targets: tuple[str, ...]
     outcome: RouteOutcome
+    has_spare: bool  # another decode worker could be asked
 
 
 class Router:
@@ -204,7 +205,7 @@ class Router:
             on_draining=first.note_draining,
         )
         target = DecodeTarget(first.address, first.stub, first.lost)
-        return Route(target, tuple(watch.address for watch in prefill), outcome)
+        return Route(target, tuple(watch.address for watch in prefill), outcome, has_spare=len(decode) > 1)
 
     def heard_at(self, address: str) -> float | None:
         """When the worker last gave a sign of life; None if it counts as gone."""

@@ -144,8 +144,12 @@ class Trial:
 
     def dropped(self) -> None:
         """The call has ended in a way that says nothing. Idempotent."""
-        if self._breaker._probe is self:
+        if self.is_probe:
             self._breaker._probe = None
+
+    @property
+    def is_probe(self) -> bool:
+        return self._breaker._probe is self
 
     @property
     def _is_current(self) -> bool:

@@ -59,6 +59,11 @@ class RouteOutcome:
         self._on_draining = on_draining
         self._is_settled = False
 
+    @property
+    def is_probe(self) -> bool:
+        """Whether the call is to find out if a decode worker that failed works again."""
+        return self._decode.is_probe
+
     def answered(self, timings: decode_pb2.FirstTextTimings) -> None:
         """The first message has come."""
         if self._is_settled:

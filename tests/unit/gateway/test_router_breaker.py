@@ -1,5 +1,6 @@
 """Workers that are there and fail, as generations meet them: shut out, probed, let in again."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import grpc
 import pytest
 
 from baton.v1 import common_pb2, decode_pb2
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, Unavailable
 from gateway.routing.circuit_breaker import THRESHOLD
 from services.rpc.status import FAILED_TARGETS_KEY, REASON_KEY
 from tests.fake_decode import FakeWorker, Script, text
@@ -159,14 +160,31 @@ async def test_a_restarted_worker_starts_clean() -> None:
         assert breaker(gw, broken) == "closed"
 
 
-async def test_a_worker_that_lives_and_admits_nobody_is_shut_out() -> None:
+async def test_a_worker_that_lives_and_admits_nobody_costs_no_request_and_is_shut_out() -> None:
     stuck = FakeWorker(script=Script(admit_delay_s=60.0))
-    async with gateway(stuck, spare(), admit_timeout_s=0.4) as gw:
-        for _ in range(THRESHOLD):
-            with pytest.raises(GatewayError):  # its patience is used up by the first worker
-                await gw.start()
-        assert breaker(gw, stuck) == "open"
-        assert text_of(await gw.finished()) == text(NUM_TOKENS)
+    async with gateway(stuck, spare(), admit_timeout_s=0.8) as gw:
+        await open_breaker(gw, stuck)
+        assert len(stuck.requests) == THRESHOLD
+
+
+async def test_a_probe_that_is_not_admitted_holds_its_request_up_for_a_moment_only() -> None:
+    broken = FakeWorker(script=Script(refuse=(grpc.StatusCode.INTERNAL, "", "")))
+    async with gateway(broken, spare(), admit_timeout_s=20.0) as gw:
+        await open_breaker(gw, broken)
+        broken.script.admit_delay_s = 60.0
+        await eventually(lambda: breaker(gw, broken) == "half-open")
+        started = time.monotonic()
+        await gw.start()
+        assert 1.0 < time.monotonic() - started < 4.0
+        assert breaker(gw, broken) == "open"
+
+
+async def test_nobody_is_asked_when_the_time_to_admit_is_over() -> None:
+    workers = [FakeWorker(script=Script(admit_delay_s=60.0)) for _ in range(3)]
+    async with gateway(*workers, admit_timeout_s=0.4) as gw:
+        with pytest.raises(Unavailable):
+            await gw.start()
+        assert [len(worker.requests) for worker in workers].count(0) == 1
 
 
 # --- draining
