@@ -101,6 +101,7 @@ class DecodeCall:
             while not isinstance(message, decode_pb2.Finished):
                 yield message
                 message = _checked(await self._read())
+                self._outcome.heard()
         except CallFailed as failure:
             self._outcome.failed(failure.blame)
             raise

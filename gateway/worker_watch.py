@@ -179,6 +179,8 @@ class WorkerWatch:
         before = (self.takes_work, self.fingerprint)
         if self.info is not None and self.info.instance != info.instance:
             self.breaker.reset()
+        if self.load is not None and _work_done(load) != _work_done(self.load):
+            self.breaker.heard()
         self.info, self.load, self.heard_at = info, load, now
         self._num_others = max(0, load.running + load.waiting - self.num_held)
         if before != (self.takes_work, self.fingerprint):
@@ -191,6 +193,11 @@ class WorkerWatch:
         self.load = None
         self._on_change()
         self.lost.beat()
+
+
+def _work_done(load: common_pb2.Load) -> tuple[int, ...]:
+    """What moves while a long prompt runs, of which nobody hears anything else."""
+    return load.prompt_tokens_computed, load.tokens_recomputed, load.kv_bytes_sent, load.kv_bytes_received
 
 
 def _reason(error: aio.AioRpcError | WorkerGone) -> str:

@@ -4,9 +4,10 @@
                                      ▲                          │
                                      └──── the probe fails ─────┘   each time for twice as long
 
-Invariants: half-open lets one call in at a time, the probe; a call that was sent before the last
-opening says nothing about the worker since; one reply counts as one failure however often it is
-tried again, so that a request which breaks every worker opens none.
+Invariants: half-open lets one call in at a time, the probe, which has failed when the worker is silent for
+too long; a call that was sent before the last opening says nothing about the worker since; one reply
+counts as one failure however often it is tried again, so that a request which breaks every worker opens
+none.
 Must not know: what a call is, which errors are a worker's fault, who else there is.
 
 Own, because what the registry has (aiobreaker, purgatory, aiocircuitbreaker, asyncbreaker) wraps one
@@ -22,7 +23,7 @@ from random import Random
 
 THRESHOLD = 3  # failures of different replies, in a row
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # before the jitter, which takes up to half of it
-PROBE_S = 30.0  # a probe that nobody has heard of for so long makes room for another
+SILENT_S = 15.0  # a worker that has told nobody anything for so long lets the calls wait that it has
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """One worker's. It asks nobody and times nothing: it is looked at when somebody picks.
+    """One worker's. It asks nobody and sets no timer: it is looked at when somebody picks.
 
     Args:
         name: for the log.
@@ -51,6 +52,7 @@ class CircuitBreaker:
         self._retry_at: float | None = None  # None: closed
         self._probe: Trial | None = None
         self._epoch = 0  # of the last opening
+        self._heard_at = float("-inf")
         self.num_openings = 0  # in a row, without a call that ended well
 
     @property
@@ -59,12 +61,13 @@ class CircuitBreaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if self._clock() < self._retry_at else BreakerState.HALF_OPEN
 
-    @property
     def lets_in(self) -> bool:
         """Whether the worker may be picked like any other."""
-        if self.state is not BreakerState.HALF_OPEN:
-            return self.state is BreakerState.CLOSED
-        return self._probe is None or self._clock() - self._probe.began_at >= PROBE_S
+        if self._probe is not None and self._is_silent_since(self._probe.began_at):
+            self._open()
+        return self.state is BreakerState.CLOSED or (
+            self.state is BreakerState.HALF_OPEN and self._probe is None
+        )
 
     def begin(self, cause: str) -> "Trial":
         """A call is sent. In a half-open breaker it is the probe, if there is none.
@@ -72,7 +75,7 @@ class CircuitBreaker:
         Args:
             cause: on whose behalf; failures with the same one count once.
         """
-        is_probe = self.state is BreakerState.HALF_OPEN and self.lets_in
+        is_probe = self.state is BreakerState.HALF_OPEN and self.lets_in()
         trial = self.observe(cause)
         if is_probe:
             self._probe = trial
@@ -82,12 +85,19 @@ class CircuitBreaker:
         """A call that may be sent, later and by somebody else: never the probe."""
         return Trial(self, cause, self._epoch, self._clock())
 
+    def heard(self) -> None:
+        """The worker does something, for whomever."""
+        self._heard_at = self._clock()
+
     def reset(self) -> None:
         """Another process has come to the worker's address."""
         self._causes.clear()
         self._retry_at = self._probe = None
         self._epoch += 1
         self.num_openings = 0
+
+    def _is_silent_since(self, began_at: float) -> bool:
+        return self._clock() - max(began_at, self._heard_at) >= SILENT_S
 
     def _answered(self) -> None:
         """Others are let in, on parole: the next failure opens it again."""
@@ -127,6 +137,10 @@ class Trial:
     _epoch: int
     began_at: float
 
+    def heard(self) -> None:
+        """The worker has sent something."""
+        self._breaker.heard()
+
     def answered(self) -> None:
         """The worker has begun well; a long reply must not keep everybody else waiting."""
         if self._is_current:
@@ -141,6 +155,11 @@ class Trial:
         """The call has failed, and the worker is at fault."""
         if self._is_current:
             self._breaker._failed(self._cause)
+
+    def given_up(self) -> None:
+        """Nobody waits for it any more: the worker's fault if it was silent, to everybody, for too long."""
+        if self._breaker._is_silent_since(self.began_at):
+            self.failed()
 
     def dropped(self) -> None:
         """The call has ended in a way that says nothing. Idempotent."""

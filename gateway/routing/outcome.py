@@ -1,7 +1,8 @@
 """What became of a call, told to the breakers of the workers that had a part in it, and to their loads.
 
 Invariants: whatever happens, each worker's trial is settled at most once a call, and nobody is blamed for
-another: a decode worker not for prefill workers that fail, a worker not for being full or draining.
+another: a decode worker not for prefill workers that fail, a worker not for being full or draining. Whoever
+waits in vain speaks against a decode worker that was silent meanwhile, not against one with a queue.
 The call counts as load until it has ended; at the prefill worker until its first message.
 Must not know: who else could have been called, what is retried.
 """
@@ -69,10 +70,15 @@ class RouteOutcome:
         if self._is_settled:
             return
         self._release_prefill()
+        self._decode.heard()
         self._decode.answered()
         self._blame_prefill(timings.failed_prefill_targets)
         if trial := self._prefill.get(timings.prefill_target):
             trial.answered()
+
+    def heard(self) -> None:
+        """Another message has come."""
+        self._decode.heard()
 
     def finished(self, timings: decode_pb2.FirstTextTimings) -> None:
         """The call has ended well."""
@@ -82,7 +88,7 @@ class RouteOutcome:
         self._blame_prefill(timings.failed_prefill_targets)
         if trial := self._prefill.pop(timings.prefill_target, None):
             trial.succeeded()
-        self.dropped()
+        self._settle()
 
     def failed(self, blame: Blame) -> None:
         """The call was refused or broke off."""
@@ -93,10 +99,15 @@ class RouteOutcome:
         self._blame_prefill(blame.prefill_targets)
         if blame.is_draining:
             self._on_draining()
-        self.dropped()
+        self._settle()
 
     def dropped(self) -> None:
-        """Nothing more will be known. Idempotent."""
+        """Nobody waits any more: a deadline, a client that left. Idempotent."""
+        if not self._is_settled:
+            self._decode.given_up()
+        self._settle()
+
+    def _settle(self) -> None:
         self._is_settled = True
         self._release_decode()
         self._release_prefill()

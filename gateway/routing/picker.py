@@ -37,7 +37,7 @@ class Picker:
         if not watches:
             return []
         by_address = {watch.address: watch for watch in watches}
-        let_in = [watch for watch in watches if watch.breaker.lets_in]
+        let_in = [watch for watch in watches if watch.breaker.lets_in()]
         shut_out = [watch for watch in watches if watch not in let_in]
         best = self._by_policy(let_in, prompt)
         worst = by_load([watch.candidate(prompt.num_tokens) for watch in shut_out])

@@ -1,7 +1,7 @@
 """What a gateway has under its HTTP surface, over scripted workers: the ground of the generation tests."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
@@ -68,6 +68,7 @@ async def gateway(
     log: MemoryEventLog | None = None,
     entries: Sequence[str] | None = None,
     resolve: Resolve = resolve,
+    router_clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Gateway]:
     """A gateway that sees all the workers, which it starts; or those that `entries` stand for."""
     spans = InMemorySpanExporter()
@@ -82,6 +83,7 @@ async def gateway(
             (TracingClientInterceptor(telemetry.tracer),),
             resolve=resolve,
             discovery_s=0.02,
+            clock=router_clock,
             affinity=None,  # so that tests can tell by the load who is asked first
         )
         generations = Generations(

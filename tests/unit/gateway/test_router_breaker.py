@@ -1,5 +1,6 @@
 """Workers that are there and fail, as generations meet them: shut out, probed, let in again."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,10 @@ import pytest
 from baton.v1 import common_pb2, decode_pb2
 from gateway.errors import GatewayError, Unavailable
 from gateway.routing.circuit_breaker import THRESHOLD
+from gateway.sampling import Sampling
 from services.rpc.status import FAILED_TARGETS_KEY, REASON_KEY
 from tests.fake_decode import FakeWorker, Script, text
-from tests.unit.gateway.generating import NUM_TOKENS, SPEC, Gateway, gateway, refusing, text_of
+from tests.unit.gateway.generating import NUM_TOKENS, SPEC, Gateway, error_of, gateway, refusing, text_of
 from tests.waiting import eventually
 
 BUSY = common_pb2.Load(running=7, blocks_total=1000)
@@ -185,6 +187,43 @@ async def test_nobody_is_asked_when_the_time_to_admit_is_over() -> None:
         with pytest.raises(Unavailable):
             await gw.start()
         assert [len(worker.requests) for worker in workers].count(0) == 1
+
+
+# --- silence, on a clock that lets 0.3 s of it pass for half a minute
+
+
+def hurried() -> float:
+    return 100 * time.monotonic()
+
+
+@pytest.mark.parametrize("stall_after", [0, 3])
+async def test_a_worker_that_admits_and_then_says_nothing_is_shut_out(stall_after: int) -> None:
+    mute = FakeWorker(script=Script(stall_after=stall_after))
+    async with gateway(mute, router_clock=hurried) as gw:
+        for _ in range(THRESHOLD):
+            assert breaker(gw, mute) == "closed"
+            reply = await gw.finished(replace(SPEC, timeout_s=0.3))
+            assert error_of(reply)["code"] == "timeout"
+        assert breaker(gw, mute) != "closed"
+
+
+async def test_a_worker_that_talks_to_others_or_works_meanwhile_is_not() -> None:
+    busy = FakeWorker(script=Script(token_delay_s=0.05))
+    async with gateway(busy, router_clock=hurried) as gw:
+        others = await gw.start(replace(SPEC, sampling=Sampling(max_tokens=200)))
+        await eventually(lambda: len(others.events) > 5)
+        busy.script.first_delay_s = 60.0
+        for _ in range(THRESHOLD):
+            await gw.finished(replace(SPEC, timeout_s=0.3))
+        assert breaker(gw, busy) == "closed"
+        others.request_stop("cancelled")
+        await eventually(lambda: others.settled)
+        for _ in range(THRESHOLD):
+            reply = await gw.start(replace(SPEC, timeout_s=0.3))
+            while not reply.settled:
+                busy.script.load.prompt_tokens_computed += 256
+                await asyncio.sleep(0.02)
+        assert breaker(gw, busy) == "closed"
 
 
 # --- draining

@@ -7,7 +7,7 @@ import pytest
 from gateway.routing.circuit_breaker import (
     FIRST_BACKOFF_S,
     LAST_BACKOFF_S,
-    PROBE_S,
+    SILENT_S,
     THRESHOLD,
     BreakerState,
     CircuitBreaker,
@@ -49,10 +49,10 @@ def world() -> World:
 
 def test_failures_in_a_row_open_it(world: World) -> None:
     world.fail(THRESHOLD - 1)
-    assert world.breaker.lets_in
+    assert world.breaker.lets_in()
     world.fail()
     assert world.breaker.state is BreakerState.OPEN
-    assert not world.breaker.lets_in
+    assert not world.breaker.lets_in()
 
 
 def test_a_success_between_them_starts_the_count_again(world: World) -> None:
@@ -90,12 +90,12 @@ def test_half_open_lets_one_probe_in_and_its_answer_everybody(world: World) -> N
     world.open()
     world.pass_backoff()
     assert world.breaker.state is BreakerState.HALF_OPEN
-    assert world.breaker.lets_in
+    assert world.breaker.lets_in()
     probe = world.begin()
-    assert not world.breaker.lets_in
+    assert not world.breaker.lets_in()
     probe.answered()
     assert world.breaker.state is BreakerState.CLOSED
-    assert world.breaker.lets_in
+    assert world.breaker.lets_in()
 
 
 def test_after_the_probe_the_next_failure_opens_it_again_for_longer(world: World) -> None:
@@ -142,18 +142,59 @@ def test_a_dropped_probe_makes_room_for_another(world: World) -> None:
     world.pass_backoff()
     other = world.begin()
     world.begin().dropped()
-    assert not world.breaker.lets_in  # only the probe itself can
+    assert not world.breaker.lets_in()  # only the probe itself can
     other.dropped()
-    assert world.breaker.lets_in
+    assert world.breaker.lets_in()
 
 
-def test_a_probe_that_nobody_hears_of_does_not_shut_the_worker_out_for_ever(world: World) -> None:
+def test_a_probe_that_nobody_hears_of_has_failed(world: World) -> None:
+    world.open()
+    for number in range(1, 6):
+        world.pass_backoff()
+        assert world.breaker.lets_in()
+        world.begin()
+        world.now += SILENT_S - 0.1
+        assert world.breaker.state is BreakerState.HALF_OPEN
+        assert not world.breaker.lets_in()
+        world.now += 0.2
+        assert not world.breaker.lets_in()
+        assert world.breaker.state is BreakerState.OPEN
+        whole_s = min(FIRST_BACKOFF_S * 2**number, LAST_BACKOFF_S)
+        assert whole_s / 2 - 0.02 <= world.pass_backoff() <= whole_s + 0.02
+
+
+def test_a_probe_may_take_its_time_while_the_worker_does_something(world: World) -> None:
     world.open()
     world.pass_backoff()
-    world.begin()
-    assert not world.breaker.lets_in
-    world.now += PROBE_S + 0.1
-    assert world.breaker.lets_in
+    probe = world.begin()
+    for _ in range(5):
+        world.now += SILENT_S - 0.1
+        world.breaker.heard()
+        assert not world.breaker.lets_in()
+    probe.answered()
+    assert world.breaker.state is BreakerState.CLOSED
+
+
+def give_up(world: World, *, after_s: float, heard_after_s: float | None = None) -> None:
+    trial, started = world.begin(), world.now
+    if heard_after_s is not None:
+        world.now = started + heard_after_s
+        world.breaker.heard()
+    world.now = started + after_s
+    trial.given_up()
+
+
+def test_a_call_given_up_while_the_worker_is_silent_is_a_failure(world: World) -> None:
+    for _ in range(THRESHOLD):
+        give_up(world, after_s=SILENT_S)
+    assert world.breaker.state is BreakerState.OPEN
+
+
+def test_a_call_given_up_in_a_queue_or_early_is_none(world: World) -> None:
+    for _ in range(THRESHOLD):
+        give_up(world, after_s=SILENT_S - 0.1)
+        give_up(world, after_s=2 * SILENT_S, heard_after_s=SILENT_S + 0.1)
+    assert world.breaker.state is BreakerState.CLOSED
 
 
 def test_calls_from_before_the_opening_say_nothing(world: World) -> None:
