@@ -52,7 +52,7 @@ class CircuitBreaker:
         self._retry_at: float | None = None  # None: closed
         self._probe: Trial | None = None
         self._epoch = 0  # of the last opening
-        self._heard_at = float("-inf")
+        self._heard_at = self._answered_at = float("-inf")
         self.num_openings = 0  # in a row, without a call that ended well
 
     @property
@@ -101,6 +101,7 @@ class CircuitBreaker:
 
     def _answered(self) -> None:
         """Others are let in, on parole: the next failure opens it again."""
+        self._answered_at = self._clock()
         if self._retry_at is not None:
             self._retry_at = self._probe = None
             _log.info("worker %s answers again", self._name)
@@ -128,14 +129,15 @@ class CircuitBreaker:
         self.num_openings += 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Trial:
-    """What one call may say about its worker; after the next opening, nothing."""
+    """What one call may say about its worker; after its failure, or the next opening, nothing."""
 
     _breaker: CircuitBreaker
     _cause: str
     _epoch: int
     began_at: float
+    _has_failed: bool = False
 
     def heard(self) -> None:
         """The worker has sent something."""
@@ -154,6 +156,7 @@ class Trial:
     def failed(self) -> None:
         """The call has failed, and the worker is at fault."""
         if self._is_current:
+            self._has_failed = True
             self._breaker._failed(self._cause)
 
     def given_up(self) -> None:
@@ -167,9 +170,14 @@ class Trial:
             self._breaker._probe = None
 
     @property
+    def answers_others(self) -> bool:
+        """Whether the worker has answered any call lately."""
+        return self._breaker._clock() - self._breaker._answered_at < SILENT_S
+
+    @property
     def is_probe(self) -> bool:
         return self._breaker._probe is self
 
     @property
     def _is_current(self) -> bool:
-        return self._epoch == self._breaker._epoch
+        return not self._has_failed and self._epoch == self._breaker._epoch

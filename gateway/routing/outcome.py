@@ -1,7 +1,8 @@
 """What became of a call, told to the breakers of the workers that had a part in it, and to their loads.
 
 Invariants: whatever happens, each worker's trial is settled at most once a call, and nobody is blamed for
-another: a decode worker not for prefill workers that fail, a worker not for being full or draining. Whoever
+another: a decode worker not for prefill workers that fail, these not for a decode worker that cannot reach
+them, a worker not for being full or draining. Whoever
 waits in vain speaks against a decode worker that was silent meanwhile, not against one with a queue.
 The call counts as load until it has ended; at the prefill worker until its first message.
 Must not know: who else could have been called, what is retried.
@@ -58,6 +59,7 @@ class RouteOutcome:
         self._release_decode = release_decode
         self._release_prefill = release_prefill
         self._on_draining = on_draining
+        self._has_reached_prefill = False
         self._is_settled = False
 
     @property
@@ -71,10 +73,11 @@ class RouteOutcome:
             return
         self._release_prefill()
         self._decode.heard()
-        self._decode.answered()
-        self._blame_prefill(timings.failed_prefill_targets)
         if trial := self._prefill.get(timings.prefill_target):
+            self._has_reached_prefill = True
             trial.answered()
+        self._blame_prefill(timings.failed_prefill_targets)
+        self._decode.answered()
 
     def heard(self) -> None:
         """Another message has come."""
@@ -84,8 +87,8 @@ class RouteOutcome:
         """The call has ended well."""
         if self._is_settled:
             return
-        self._decode.succeeded()
         self._blame_prefill(timings.failed_prefill_targets)
+        self._decode.succeeded()
         if trial := self._prefill.pop(timings.prefill_target, None):
             trial.succeeded()
         self._settle()
@@ -116,7 +119,16 @@ class RouteOutcome:
         self._prefill.clear()
 
     def _blame_prefill(self, targets: Iterable[str]) -> None:
-        """Each once: later messages repeat what the first one said."""
-        for target in targets:
-            if trial := self._prefill.pop(target, None):
+        """Each once: later messages repeat what the first one said.
+
+        Unless it is decode that has no way to them: several failed, none answered, and some answer others.
+        """
+        failed = [trial for target in targets if (trial := self._prefill.pop(target, None))]
+        has_no_way = len(failed) > 1 and not self._has_reached_prefill
+        if has_no_way and any(trial.answers_others for trial in failed):
+            self._decode.failed()
+            for trial in failed:
+                trial.dropped()
+        else:
+            for trial in failed:
                 trial.failed()

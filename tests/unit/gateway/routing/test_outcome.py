@@ -7,7 +7,7 @@ import pytest
 from grpc import aio
 
 from baton.v1 import decode_pb2
-from gateway.routing.circuit_breaker import THRESHOLD, BreakerState, CircuitBreaker
+from gateway.routing.circuit_breaker import SILENT_S, THRESHOLD, BreakerState, CircuitBreaker
 from gateway.routing.outcome import Blame, RouteOutcome
 from services.rpc.status import FAILED_TARGETS_KEY, REASON_KEY
 
@@ -19,8 +19,9 @@ def rpc_error(code: grpc.StatusCode, **metadata: str) -> aio.AioRpcError:
 
 class World:
     def __init__(self) -> None:
+        self.now = 0.0
         self.decode, self.p1, self.p2 = (
-            CircuitBreaker(name, clock=lambda: 0.0, random=Random(1)) for name in ("d", "p1", "p2")
+            CircuitBreaker(name, clock=lambda: self.now, random=Random(1)) for name in ("d", "p1", "p2")
         )
         self.num_drains = 0
         self.released: list[str] = []
@@ -82,6 +83,62 @@ def test_decode_is_not_to_blame_for_prefill() -> None:
     for number in range(THRESHOLD):
         world.outcome(f"r{number}").failed(Blame.of_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, **metadata)))
     assert world.open == {"p1", "p2"}
+
+
+def answer_another_decode_worker(world: World, number: int) -> None:
+    world.p2.observe(f"other-{number}").answered()
+
+
+def test_a_decode_worker_that_alone_cannot_reach_prefill_is_to_blame_itself() -> None:
+    """Whether it runs the prompt itself, or may not."""
+    metadata = {REASON_KEY: "PrefillUnavailable", FAILED_TARGETS_KEY: "p1,p2"}
+    blame = Blame.of_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, **metadata))
+    timings = decode_pb2.FirstTextTimings(prefill_target="local", failed_prefill_targets=["p1", "p2"])
+
+    def is_refused(world: World, outcome: RouteOutcome) -> None:
+        outcome.failed(blame)
+
+    def runs_it_here(world: World, outcome: RouteOutcome) -> None:
+        outcome.answered(timings)
+        world.now += 2 * SILENT_S  # a long reply: what others hear of prefill meanwhile changes nothing
+        outcome.finished(timings)
+
+    for end in (is_refused, runs_it_here):
+        world = World()
+        for number in range(THRESHOLD):
+            answer_another_decode_worker(world, number)
+            end(world, world.outcome(f"r{number}"))
+        assert world.decode.num_openings == 1
+        assert world.p1.num_openings == world.p2.num_openings == 0
+
+
+def test_prefill_workers_that_answer_nobody_or_send_wrong_pages_are_to_blame_together() -> None:
+    local = decode_pb2.FirstTextTimings(prefill_target="local", failed_prefill_targets=["p1", "p2"])
+    dead = World()
+    for number in range(THRESHOLD):
+        outcome = dead.outcome(f"r{number}")
+        outcome.answered(local)
+        outcome.finished(local)
+    assert dead.open == {"p1", "p2"}
+    lying = World()
+    for number in range(THRESHOLD):
+        answer_another_decode_worker(lying, number)
+        outcome = lying.outcome(f"r{number}")
+        outcome.answered(decode_pb2.FirstTextTimings(prefill_target="p1"))
+        outcome.finished(local)
+    assert lying.open == {"p1", "p2"}
+
+
+def test_a_decode_worker_without_a_way_makes_no_probe_of_prefill_wait() -> None:
+    world = World()
+    for number in range(THRESHOLD):
+        world.p1.begin(f"early-{number}").failed()
+    world.now += 2.0
+    answer_another_decode_worker(world, 0)
+    outcome = world.outcome("r")
+    assert not world.p1.lets_in()
+    outcome.answered(decode_pb2.FirstTextTimings(failed_prefill_targets=["p1", "p2"]))
+    assert world.p1.lets_in()
 
 
 def test_a_prefill_worker_that_another_stood_in_for_is_counted_once_a_call() -> None:
