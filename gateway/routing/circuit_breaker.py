@@ -22,6 +22,7 @@ from enum import StrEnum
 from random import Random
 
 THRESHOLD = 3  # failures of different replies, in a row
+FORGIVEN_AFTER = 10  # replies that began well, in a row: long ones take minutes to end well
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # before the jitter, which takes up to half of it
 SILENT_S = 15.0  # a worker that has told nobody anything for so long lets the calls wait that it has
 
@@ -49,11 +50,12 @@ class CircuitBreaker:
         self._clock = clock
         self._random = random
         self._causes: set[str] = set()  # what has failed in a row
+        self._answers: set[str] = set()  # what has begun well since the last failure
         self._retry_at: float | None = None  # None: closed
         self._probe: Trial | None = None
         self._epoch = 0  # of the last opening
         self._heard_at = self._answered_at = float("-inf")
-        self.num_openings = 0  # in a row, without a call that ended well
+        self.num_openings = 0  # in a row, without a good record in between
 
     @property
     def state(self) -> BreakerState:
@@ -91,30 +93,37 @@ class CircuitBreaker:
 
     def reset(self) -> None:
         """Another process has come to the worker's address."""
-        self._causes.clear()
+        self._forgive()
         self._retry_at = self._probe = None
         self._epoch += 1
-        self.num_openings = 0
 
     def _is_silent_since(self, began_at: float) -> bool:
         return self._clock() - max(began_at, self._heard_at) >= SILENT_S
 
-    def _answered(self) -> None:
+    def _answered(self, cause: str) -> None:
         """Others are let in, on parole: the next failure opens it again."""
         self._answered_at = self._clock()
         if self._retry_at is not None:
             self._retry_at = self._probe = None
             _log.info("worker %s answers again", self._name)
+        self._answers.add(cause)
+        if len(self._answers) >= FORGIVEN_AFTER:
+            self._forgive()
 
-    def _succeeded(self) -> None:
-        self._answered()
+    def _succeeded(self, cause: str) -> None:
+        self._answered(cause)
+        self._forgive()
+
+    def _forgive(self) -> None:
         self._causes.clear()
+        self._answers.clear()
         self.num_openings = 0
 
     def _failed(self, cause: str) -> None:
         if self.state is BreakerState.OPEN:
             return
         self._causes.add(cause)
+        self._answers.clear()
         if self.num_openings or len(self._causes) >= THRESHOLD:
             self._open()
 
@@ -125,6 +134,7 @@ class CircuitBreaker:
         self._retry_at = self._clock() + backoff_s
         self._probe = None
         self._causes.clear()
+        self._answers.clear()
         self._epoch += 1
         self.num_openings += 1
 
@@ -146,12 +156,12 @@ class Trial:
     def answered(self) -> None:
         """The worker has begun well; a long reply must not keep everybody else waiting."""
         if self._is_current:
-            self._breaker._answered()
+            self._breaker._answered(self._cause)
 
     def succeeded(self) -> None:
         """The call has ended well."""
         if self._is_current:
-            self._breaker._succeeded()
+            self._breaker._succeeded(self._cause)
 
     def failed(self) -> None:
         """The call has failed, and the worker is at fault."""

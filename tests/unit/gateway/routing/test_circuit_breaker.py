@@ -6,6 +6,7 @@ import pytest
 
 from gateway.routing.circuit_breaker import (
     FIRST_BACKOFF_S,
+    FORGIVEN_AFTER,
     LAST_BACKOFF_S,
     SILENT_S,
     THRESHOLD,
@@ -62,12 +63,49 @@ def test_a_success_between_them_starts_the_count_again(world: World) -> None:
     assert world.breaker.state is BreakerState.CLOSED
 
 
-def test_an_answer_alone_does_not_clear_the_record(world: World) -> None:
-    """A worker that begins every reply and ends none is broken too."""
+def test_a_worker_that_begins_every_reply_and_ends_none_is_broken_too(world: World) -> None:
     for _ in range(THRESHOLD):
-        trial = world.begin()
-        trial.answered()
+        begun = [world.begin() for _ in range(2 * FORGIVEN_AFTER)]
+        for trial in begun:
+            trial.answered()
+        begun[0].failed()
+        assert world.breaker.state is BreakerState.CLOSED
+    for trial in begun[1 : THRESHOLD + 1]:
         trial.failed()
+    assert world.breaker.state is BreakerState.OPEN
+
+
+def test_many_replies_that_begin_well_clear_the_record_before_one_ends(world: World) -> None:
+    for _ in range(2 * THRESHOLD):
+        world.fail()
+        for _ in range(FORGIVEN_AFTER):
+            world.begin().answered()
+    assert world.breaker.num_openings == 0
+
+
+def test_a_few_that_begin_well_do_not(world: World) -> None:
+    for _ in range(THRESHOLD - 1):
+        world.fail()
+        for _ in range(FORGIVEN_AFTER - 1):
+            world.begin().answered()
+    world.fail()
+    assert world.breaker.state is BreakerState.OPEN
+
+
+def test_many_that_begin_well_after_the_probe_end_the_parole(world: World) -> None:
+    world.open()
+    world.pass_backoff()
+    for _ in range(FORGIVEN_AFTER):
+        world.begin().answered()
+    world.fail()
+    assert world.breaker.state is BreakerState.CLOSED
+
+
+def test_one_reply_that_begins_many_times_is_one_answer(world: World) -> None:
+    world.fail(THRESHOLD - 1)
+    for _ in range(FORGIVEN_AFTER):
+        world.breaker.begin("choices").answered()
+    world.fail()
     assert world.breaker.state is BreakerState.OPEN
 
 
