@@ -2,8 +2,8 @@
 
 Invariant: the label sets are bounded. Callers pass only what the project itself names (outcomes,
 reasons, the models it serves), never what a client sent; past a fixed number of distinct values a
-label reads `other`. Workers' addresses change as pods do, so only present ones are shown, and no more
-than a fixed number at a time. Must not know: services or the gateway; loads come in through a protocol.
+label reads `other`. No label holds an address: they change as pods do, without end, and whoever may scrape
+need not know them. Must not know: services or the gateway; loads come in through a protocol.
 """
 
 from collections import Counter
@@ -50,9 +50,6 @@ class WorkerState:
     address: str
     state: str  # up, draining, down, other_model
     breaker: str  # closed, half-open, open
-
-
-_BREAKER_VALUES = {"closed": 0, "half-open": 1, "open": 2}
 
 
 class BoundedLabel:
@@ -230,24 +227,17 @@ class Metrics:
         """Reports the workers that a gateway knows whenever somebody reads the metrics."""
 
         def count(_options: CallbackOptions) -> Iterable[Observation]:
-            counts = Counter((worker.role, worker.state) for worker in workers())
-            for (role, state), number in counts.items():
-                yield Observation(number, {semconv.BATON_ROLE: role, semconv.BATON_STATE: state})
+            counts = Counter((worker.role, worker.state, worker.breaker) for worker in workers())
+            for (role, state, breaker), number in counts.items():
+                attributes = {
+                    semconv.BATON_ROLE: role,
+                    semconv.BATON_STATE: state,
+                    semconv.BATON_BREAKER: breaker,
+                }
+                yield Observation(number, attributes)
 
-        def breakers(_options: CallbackOptions) -> Iterable[Observation]:
-            worst_first = sorted(workers(), key=lambda worker: -_BREAKER_VALUES[worker.breaker])
-            for worker in worst_first[:_MAX_LABEL_VALUES]:
-                attributes = {semconv.BATON_ROLE: worker.role, semconv.BATON_WORKER: worker.address}
-                yield Observation(_BREAKER_VALUES[worker.breaker], attributes)
-
-        gauge = self._meter.create_observable_gauge
-        gauge(semconv.ROUTING_WORKERS, [count], "", "Workers known to this gateway, by role and state.")
-        gauge(
-            semconv.ROUTING_BREAKER,
-            [breakers],
-            "",
-            f"A worker's breaker: 0 closed, 1 half-open, 2 open; the worst {_MAX_LABEL_VALUES} workers.",
-        )
+        description = "Workers known to this gateway, by role, state and breaker."
+        self._meter.create_observable_gauge(semconv.ROUTING_WORKERS, [count], "", description)
 
     # --- workers
 

@@ -71,7 +71,7 @@ BATON_FINISH_REASON = "baton.finish_reason"
 BATON_REASON = "baton.reason"
 BATON_ROLE = "baton.role"
 BATON_STATE = "baton.state"
-BATON_WORKER = "baton.worker"  # its address
+BATON_BREAKER = "baton.breaker"
 
 # --- The project's own metrics
 TTFT_STAGE_DURATION = "baton.ttft.stage.duration"
@@ -90,7 +90,6 @@ SLOW_CLIENTS = "baton.slow_clients"
 STREAMS = "baton.streams"
 ROUTING_PICKS = "baton.routing.picks"
 ROUTING_WORKERS = "baton.routing.workers"
-ROUTING_BREAKER = "baton.routing.breaker"
 ENGINE_RUNNING = "baton.engine.running"
 ENGINE_WAITING = "baton.engine.waiting"
 ENGINE_BLOCKS_USED = "baton.engine.blocks.used"
