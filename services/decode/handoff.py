@@ -15,9 +15,9 @@ from opentelemetry import trace
 from baton.v1 import decode_pb2, prefill_pb2
 from observability import semconv
 from services.decode.kv_receiver import KvReceiver, Transfer
+from services.decode.prefill_channels import ClientFor
 from services.engine.errors import InvalidKvPage, InvalidRequest
 from services.engine.interface import Sequence
-from services.kv.service import PrefillClient
 from services.rpc.status import PrefillUnavailable, field_of, is_fault
 from services.settings import LocalPrefill
 from services.wire import identity_to_proto, token_from_proto
@@ -54,7 +54,7 @@ class Handoff:
         worker: Worker,
         sequence: Sequence,
         request: decode_pb2.GenerateRequest,
-        client_for: Callable[[str], PrefillClient],
+        client_for: ClientFor,
         report: HandoffReport,
         time_remaining: Callable[[], float | None],
     ) -> None:

@@ -13,11 +13,11 @@ from grpc import aio
 
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode.handoff import Handoff, HandoffReport
+from services.decode.prefill_channels import PrefillChannels
 from services.decode.reply_stream import ReplyStream
 from services.engine.errors import EngineError, IncompatibleModel
+from services.engine.interface import Sequence
 from services.engine.request import SubmitMode
-from services.kv.service import PrefillClient
-from services.rpc.channel import create_channel
 from services.rpc.interceptors import TracingClientInterceptor
 from services.rpc.status import Draining, PrefillUnavailable, Superseded, abort
 from services.settings import LocalPrefill
@@ -39,7 +39,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._active: dict[tuple[str, int], _ActiveCall] = {}
-        self._channels: dict[str, aio.Channel] = {}
+        self._channels = PrefillChannels((TracingClientInterceptor(worker.telemetry.tracer),))
 
     async def Generate(  # type: ignore[override]  # the stub knows only generators
         self, request: decode_pb2.GenerateRequest, context: DecodeContext
@@ -64,10 +64,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 stream = ReplyStream(sequence, report, self._worker.telemetry)
                 tasks = [asyncio.create_task(stream.write_to(context))]
                 if mode is SubmitMode.HANDOFF:
-                    handoff = Handoff(
-                        self._worker, sequence, request, self._client_for, report, context.time_remaining
-                    )
-                    tasks.append(asyncio.create_task(handoff.run()))
+                    tasks.append(asyncio.create_task(self._hand_over(sequence, request, report, context)))
                 else:
                     report.attempts, report.target = 1, "local"
                 await _run_until_written(tasks, active.superseded)
@@ -111,17 +108,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             return SubmitMode.LOCAL
         return SubmitMode.HANDOFF
 
-    def _client_for(self, target: str) -> PrefillClient:
-        channel = self._channels.get(target)
-        if channel is None:
-            interceptor = TracingClientInterceptor(self._worker.telemetry.tracer)
-            channel = self._channels[target] = create_channel(target, (interceptor,))
-        return PrefillClient(channel)
+    async def _hand_over(
+        self,
+        sequence: Sequence,
+        request: decode_pb2.GenerateRequest,
+        report: HandoffReport,
+        context: DecodeContext,
+    ) -> None:
+        with self._channels.borrowed() as client_for:
+            await Handoff(self._worker, sequence, request, client_for, report, context.time_remaining).run()
 
     async def close(self) -> None:
         """Closes the channels to prefill workers."""
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
     async def GetInfo(
         self,
