@@ -115,6 +115,7 @@ class Admission:
             answer.cancel()
             call.cancel()
             raise
+        route.outcome.admitted()
         return DecodeCall(route, call, sent_at=sent_at, clock=self._clock)
 
     async def _answered(

@@ -21,6 +21,7 @@ from grpc import aio
 from baton.v1 import decode_pb2_grpc
 from gateway.errors import Unavailable
 from gateway.routing.discovery import Resolve, resolve
+from gateway.routing.holds import Holds
 from gateway.routing.names import WorkerNames
 from gateway.routing.outcome import RouteOutcome
 from gateway.routing.picker import Picker, Prompt
@@ -153,7 +154,7 @@ class Router:
     @property
     def num_under_way(self) -> int:
         """Routes whose outcome is not known yet, at any worker."""
-        return sum(watch.num_held for pool in self._pools.values() for watch in pool.workers)
+        return sum(watch.holds.num for pool in self._pools.values() for watch in pool.workers)
 
     @property
     def worker_states(self) -> list[WorkerState]:
@@ -200,8 +201,8 @@ class Router:
                 watch.address: watch.breaker.observe(cause) if rank else watch.breaker.begin(cause)
                 for rank, watch in enumerate(prefill)
             },
-            release_decode=first.hold(),
-            release_prefill=prefill[0].hold() if prefill else lambda: None,
+            decode_hold=first.holds.take(),
+            prefill_hold=(prefill[0].holds if prefill else Holds()).take(),
             on_draining=first.note_draining,
         )
         target = DecodeTarget(first.address, first.stub, first.lost)

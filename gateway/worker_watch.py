@@ -4,8 +4,10 @@ Invariant: a worker is up only while its load stream speaks; one that is silent 
 as gone, and every call to it is told (`lost`). A process that comes back on the same address is up
 again once it has introduced itself, and starts with a clean record.
 
-Its load is what this gateway has under way there, which is known exactly, and what others have: the rest of
-the last report, up to 0.1 s old. So a burst counts at once, and what has ended counts no more.
+Its load is what this gateway has under way there, which is known exactly, and what others have: the last
+report, up to 0.1 s old, less those of this gateway's that had been admitted by then. So a burst counts at
+once, and what has ended counts no more. A prefill worker is taken to have what decode has admitted; while
+that waits in decode's own queue, others' requests are underestimated by as many.
 Must not know: which worker is the better choice, replies.
 """
 
@@ -20,6 +22,7 @@ from grpc import aio
 
 from baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from gateway.routing.circuit_breaker import CircuitBreaker
+from gateway.routing.holds import Holds
 from gateway.routing.policy import Candidate
 from gateway.signals import Pulse
 from services.rpc.channel import create_channel
@@ -63,7 +66,7 @@ class WorkerWatch:
         self._on_change = on_change
         self._channel = create_channel(address, interceptors)
         self.stub = stub_for(self._channel)
-        self.num_held = 0  # requests of this gateway, not yet ended
+        self.holds = Holds()
         self._num_others = 0  # requests of other gateways, at the last report
         self._task: asyncio.Task[None] | None = None
 
@@ -103,18 +106,6 @@ class WorkerWatch:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    def hold(self) -> Callable[[], None]:
-        """Counts a request of this gateway as load, from now until what is returned is called."""
-        self.num_held += 1
-        is_held = True
-
-        def release() -> None:
-            nonlocal is_held
-            self.num_held -= is_held
-            is_held = False
-
-        return release
-
     def note_draining(self) -> None:
         """It refused a request because it drains; its load report is still on the way."""
         if self.load is not None and not self.load.draining:
@@ -129,7 +120,7 @@ class WorkerWatch:
         num_free = load.blocks_total - load.blocks_used  # cached blocks are given up on demand
         return Candidate(
             address=self.address,
-            num_requests=self._num_others + self.num_held,
+            num_requests=self._num_others + self.holds.num,
             capacity=max(self.info.max_num_seqs, 1),
             share_of_blocks=load.blocks_used / max(load.blocks_total, 1),
             lacks_room=num_free * self.block_size < num_tokens,
@@ -182,7 +173,7 @@ class WorkerWatch:
         if self.load is not None and _work_done(load) != _work_done(self.load):
             self.breaker.heard()
         self.info, self.load, self.heard_at = info, load, now
-        self._num_others = max(0, load.running + load.waiting - self.num_held)
+        self._num_others = max(0, load.running + load.waiting - self.holds.num_there)
         if before != (self.takes_work, self.fingerprint):
             self._on_change()
 

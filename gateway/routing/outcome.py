@@ -15,6 +15,7 @@ from grpc import aio
 
 from baton.v1 import decode_pb2
 from gateway.routing.circuit_breaker import Trial
+from gateway.routing.holds import Hold
 from services.rpc.status import Draining, failed_targets_of, is_fault, reason_of
 
 
@@ -41,7 +42,7 @@ class RouteOutcome:
     Args:
         decode: of the decode worker.
         prefill: of each prefill worker that decode may ask, by address.
-        release_decode, release_prefill: end the call's part of the loads. Idempotent.
+        decode_hold, prefill_hold: the call as load of the two workers.
         on_draining: called when the decode worker says that it drains.
     """
 
@@ -50,14 +51,14 @@ class RouteOutcome:
         decode: Trial,
         prefill: Mapping[str, Trial],
         *,
-        release_decode: Callable[[], None],
-        release_prefill: Callable[[], None],
+        decode_hold: Hold,
+        prefill_hold: Hold,
         on_draining: Callable[[], None],
     ) -> None:
         self._decode = decode
         self._prefill = dict(prefill)
-        self._release_decode = release_decode
-        self._release_prefill = release_prefill
+        self._decode_hold = decode_hold
+        self._prefill_hold = prefill_hold
         self._on_draining = on_draining
         self._has_reached_prefill = False
         self._is_settled = False
@@ -67,11 +68,16 @@ class RouteOutcome:
         """Whether the call is to find out if a decode worker that failed works again."""
         return self._decode.is_probe
 
+    def admitted(self) -> None:
+        """The decode worker has the call, and asks the prefill worker."""
+        self._decode_hold.arrive()
+        self._prefill_hold.arrive()
+
     def answered(self, timings: decode_pb2.FirstTextTimings) -> None:
         """The first message has come."""
         if self._is_settled:
             return
-        self._release_prefill()
+        self._prefill_hold.release()
         self._decode.heard()
         if trial := self._prefill.get(timings.prefill_target):
             self._has_reached_prefill = True
@@ -112,8 +118,8 @@ class RouteOutcome:
 
     def _settle(self) -> None:
         self._is_settled = True
-        self._release_decode()
-        self._release_prefill()
+        self._decode_hold.release()
+        self._prefill_hold.release()
         for trial in (self._decode, *self._prefill.values()):
             trial.dropped()
         self._prefill.clear()

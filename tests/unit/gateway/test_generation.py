@@ -532,3 +532,16 @@ async def test_closing_ends_what_runs_and_its_calls() -> None:
         await gw.generations.close()
         await eventually(lambda: begun.settled and fresh.settled and worker.num_running == 0, timeout=1)
         assert error_of(begun)["code"] == error_of(fresh)["code"] == "gateway_stopping"
+
+
+async def test_what_a_worker_reports_of_this_gateways_own_requests_counts_once() -> None:
+    worker = FakeWorker(script=Script(stall_after=0))
+    other = FakeWorker(script=Script(load=common_pb2.Load(running=3, blocks_total=1000)))
+    async with gateway(worker, other) as gw:
+        for _ in range(2):
+            await gw.start()
+        reported = time.monotonic()
+        worker.script.load = common_pb2.Load(running=2, blocks_total=1000)
+        await eventually(lambda: (gw.router.heard_at(worker.address) or 0.0) > reported + 0.1)
+        await gw.start()
+        assert (len(worker.requests), len(other.requests)) == (3, 0)

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from baton.v1 import common_pb2
+from gateway.routing.holds import Hold
 from gateway.worker_watch import WorkerWatch, decode_watch
 from tests.fake_decode import FakeWorker, running
 from tests.waiting import eventually
@@ -34,29 +35,48 @@ async def report(worker: FakeWorker, watch: WorkerWatch, running: int, waiting: 
     await eventually(lambda: watch.load is not None and watch.load.running == running)
 
 
+def there(watch: WorkerWatch) -> Hold:
+    hold = watch.holds.take()
+    hold.arrive()
+    return hold
+
+
 async def test_own_requests_count_from_their_pick_to_their_end_and_never_twice() -> None:
     worker = FakeWorker()
     async with watching(worker) as watch:
-        releases = [watch.hold() for _ in range(3)]
+        holds = [there(watch) for _ in range(3)]
         assert num_requests(watch) == 3
         await report(worker, watch, running=2, waiting=1)  # the same three
         assert num_requests(watch) == 3
-        releases[0]()
-        releases[0]()
+        holds[0].release()
+        holds[0].release()
         assert num_requests(watch) == 2
-        for release in releases:
-            release()
+        for hold in holds:
+            hold.release()
         assert num_requests(watch) == 0  # without waiting for a report
 
 
 async def test_what_others_have_there_comes_with_the_reports() -> None:
     worker = FakeWorker()
     async with watching(worker) as watch:
-        release = watch.hold()
+        hold = there(watch)
         await report(worker, watch, running=4, waiting=2)
         assert num_requests(watch) == 6
-        release()
+        hold.release()
         assert num_requests(watch) == 5
-        watch.hold()
-        watch.hold()
+        there(watch)
+        there(watch)
         assert num_requests(watch) == 7
+
+
+async def test_what_is_still_on_its_way_is_not_taken_for_what_others_have_there() -> None:
+    worker = FakeWorker()
+    async with watching(worker) as watch:
+        holds = [watch.holds.take() for _ in range(4)]
+        await report(worker, watch, running=5, waiting=0)  # all of them others'
+        assert num_requests(watch) == 4 + 5
+        for hold in holds:
+            hold.arrive()
+        assert num_requests(watch) == 4 + 5
+        await report(worker, watch, running=9, waiting=0)
+        assert num_requests(watch) == 4 + 5

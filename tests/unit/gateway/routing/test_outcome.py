@@ -8,6 +8,7 @@ from grpc import aio
 
 from baton.v1 import decode_pb2
 from gateway.routing.circuit_breaker import SILENT_S, THRESHOLD, BreakerState, CircuitBreaker
+from gateway.routing.holds import Holds
 from gateway.routing.outcome import Blame, RouteOutcome
 from services.rpc.status import FAILED_TARGETS_KEY, REASON_KEY
 
@@ -24,15 +25,15 @@ class World:
             CircuitBreaker(name, clock=lambda: self.now, random=Random(1)) for name in ("d", "p1", "p2")
         )
         self.num_drains = 0
-        self.released: list[str] = []
+        self.decode_holds, self.prefill_holds = Holds(), Holds()
 
     def outcome(self, cause: str) -> RouteOutcome:
         prefill = {"p1": self.p1.begin(cause), "p2": self.p2.observe(cause)}
         return RouteOutcome(
             self.decode.begin(cause),
             prefill,
-            release_decode=lambda: self.released.append("decode"),
-            release_prefill=lambda: self.released.append("prefill"),
+            decode_hold=self.decode_holds.take(),
+            prefill_hold=self.prefill_holds.take(),
             on_draining=self._drains,
         )
 
@@ -172,15 +173,29 @@ def test_after_the_first_word_nothing_counts() -> None:
 def test_a_call_counts_as_load_until_it_ends_at_prefill_until_it_has_answered() -> None:
     world = World()
     outcome = world.outcome("r")
-    assert world.released == []
+    assert (world.decode_holds.num, world.prefill_holds.num) == (1, 1)
     outcome.answered(decode_pb2.FirstTextTimings())
-    assert world.released == ["prefill"]
+    assert (world.decode_holds.num, world.prefill_holds.num) == (1, 0)
     outcome.finished(decode_pb2.FirstTextTimings())
-    assert "decode" in world.released
+    assert world.decode_holds.num == 0
 
 
 def test_a_call_that_fails_or_is_dropped_is_no_load_either() -> None:
     for end in (lambda outcome: outcome.failed(Blame()), lambda outcome: outcome.dropped()):
         world = World()
         end(world.outcome("r"))
-        assert set(world.released) == {"decode", "prefill"}
+        assert (world.decode_holds.num, world.prefill_holds.num) == (0, 0)
+
+
+def test_a_call_is_there_once_it_is_admitted_and_until_it_ends() -> None:
+    world = World()
+    outcome = world.outcome("r")
+    assert (world.decode_holds.num_there, world.prefill_holds.num_there) == (0, 0)
+    outcome.admitted()
+    outcome.admitted()
+    assert (world.decode_holds.num_there, world.prefill_holds.num_there) == (1, 1)
+    outcome.dropped()
+    outcome.dropped()
+    outcome.admitted()
+    assert (world.decode_holds.num_there, world.prefill_holds.num_there) == (0, 0)
+    assert (world.decode_holds.num, world.prefill_holds.num) == (0, 0)
