@@ -70,7 +70,10 @@ def _probe_gateway(address: str, timeout: float) -> Answer:
 
 def _num_unseen(workers: object) -> int:
     counts = workers.values() if isinstance(workers, dict) else ()
-    return sum(count["configured"] + count.get("discovered", 0) - count["up"] for count in counts)
+    return sum(
+        count["configured"] + count.get("discovered", 0) + count.get("unresolved", 0) - count["up"]
+        for count in counts
+    )
 
 
 def _probe_worker(role: str, address: str, timeout: float) -> Answer:

@@ -141,11 +141,15 @@ class Router:
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """By role: how many workers are configured one by one, how many more DNS has, how many take work."""
+        """By role: how many workers are configured one by one, how many more DNS has, how many take work.
+
+        Beside workers, `unresolved`: how many names stand for nobody yet.
+        """
         return {
             role: {
                 "configured": pool.num_listed,
                 "discovered": pool.num_discovered,
+                "unresolved": pool.num_unresolved,
                 "up": len(self._usable(pool)),
             }
             for role, pool in self._pools.items()

@@ -88,6 +88,11 @@ class WorkerWatch:
         return self.info.instance if self.is_up and self.info is not None else None
 
     @property
+    def process(self) -> str:
+        """The one last seen at the address, gone or not; the address itself before there was any."""
+        return (self.info.instance if self.info is not None else "") or self.address
+
+    @property
     def block_size(self) -> int:
         """Tokens; 1 until it has introduced itself."""
         return max(self.info.block_size, 1) if self.info is not None else 1

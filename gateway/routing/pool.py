@@ -47,11 +47,11 @@ class WorkerPool:
     async def start(self) -> None:
         """Begins to watch; what DNS names stand for comes when it has been looked up."""
         self._name(self._listed)
-        for dns in self._dns:
-            dns.start()
+        for name in self._dns:
+            name.start()
 
     async def close(self) -> None:
-        await asyncio.gather(*(dns.close() for dns in self._dns))
+        await asyncio.gather(*(name.close() for name in self._dns))
         watches = (*self._named.values(), *self._retired.values())
         await asyncio.gather(*(watch.close() for watch in watches), *self._closing)
 
@@ -70,18 +70,24 @@ class WorkerPool:
 
     @property
     def num_listed(self) -> int:
-        return len(self._listed)
+        """Workers that the settings list, each process once as far as it was ever seen."""
+        return len({watch.process for watch in self._named.values() if watch.address in self._listed})
 
     @property
     def num_discovered(self) -> int:
         """Workers that only a DNS name stands for."""
-        return len(self.workers) - sum(watch.address in self._listed for watch in self.workers)
+        return len({watch.process for watch in self._named.values()}) - self.num_listed
+
+    @property
+    def num_unresolved(self) -> int:
+        """DNS names that stand for nobody yet."""
+        return sum(not name.addresses for name in self._dns)
 
     def find(self, address: str) -> WorkerWatch | None:
         return self._named.get(address) or self._retired.get(address)
 
     def _renamed(self) -> None:
-        self._name((*self._listed, *(address for dns in self._dns for address in dns.addresses)))
+        self._name((*self._listed, *(address for name in self._dns for address in name.addresses)))
         self._on_change()
 
     def _name(self, addresses: Sequence[str]) -> None:

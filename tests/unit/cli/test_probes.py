@@ -63,10 +63,10 @@ def test_a_gateway_says_how_it_is(response: bytes, *, ready: bool, draining: boo
 def test_a_gateway_counts_the_workers_it_has_yet_to_meet() -> None:
     counts = (
         b'{"status": "ok", "workers": {"decode": {"configured": 1, "discovered": 2, "up": 2},'
-        b' "prefill": {"configured": 0, "discovered": 3, "up": 3}}}'
+        b' "prefill": {"configured": 0, "discovered": 3, "unresolved": 1, "up": 3}}}'
     )
     with answering(http("200 OK", counts)) as address:
-        assert probe("gateway", address).num_unseen == 1
+        assert probe("gateway", address).num_unseen == 2
 
 
 def test_what_is_no_gateway_is_not_ready() -> None:

@@ -144,7 +144,7 @@ class ScriptedRouter:
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        return {"decode": {"configured": 1, "discovered": 0, "up": int(self.is_ready)}}
+        return {"decode": {"configured": 1, "discovered": 0, "unresolved": 0, "up": int(self.is_ready)}}
 
 
 class WordTokenizer:

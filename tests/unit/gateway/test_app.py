@@ -129,7 +129,7 @@ async def test_probes(world: Served) -> None:
     assert (await world.get("/livez")).status_code == 200
     ready = await world.get("/readyz")
     assert (ready.status_code, ready.json()["status"]) == (200, "ok")
-    assert ready.json()["workers"] == {"decode": {"configured": 1, "discovered": 0, "up": 1}}
+    assert ready.json()["workers"] == {"decode": {"configured": 1, "discovered": 0, "unresolved": 0, "up": 1}}
     metrics = await world.get("/metrics")
     assert (metrics.status_code, metrics.headers["content-type"][:10]) == (200, "text/plain")
     assert "<title>Baton</title>" in (await world.get("/")).text

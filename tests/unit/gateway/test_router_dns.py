@@ -51,15 +51,19 @@ def named(router: Router) -> set[str]:
         route.outcome.dropped()
 
 
+def counts(configured: int, discovered: int, unresolved: int, up: int) -> dict[str, int]:
+    return {"configured": configured, "discovered": discovered, "unresolved": unresolved, "up": up}
+
+
 async def test_workers_come_and_go_as_the_name_says() -> None:
     async with running(FakeWorker(), FakeWorker(), FakeWorker()) as (one, two, three):
         zone = Zone(decode=[two.address])
         async with routing(zone, one.address, "dns:///decode:50051") as router:
             await eventually(lambda: named(router) == {one.address, two.address})
-            assert router.counts["decode"] == {"configured": 1, "discovered": 1, "up": 2}
+            assert router.counts["decode"] == counts(1, 1, 0, 2)
             zone.names["decode"] = [two.address, three.address]
             await eventually(lambda: named(router) == {one.address, two.address, three.address})
-            assert router.counts["decode"] == {"configured": 1, "discovered": 2, "up": 3}
+            assert router.counts["decode"] == counts(1, 2, 0, 3)
             zone.names["decode"] = [three.address]
             await eventually(lambda: named(router) == {one.address, three.address})
             assert router.heard_at(two.address) is not None  # for what it still writes
@@ -82,9 +86,10 @@ async def test_a_name_that_comes_later_makes_it_ready() -> None:
         async with routing(zone, "dns:///decode:50051") as router:
             with pytest.raises(Unavailable):
                 router.route(PROMPT)
-            assert router.counts["decode"] == {"configured": 0, "discovered": 0, "up": 0}
+            assert router.counts["decode"] == counts(0, 0, 1, 0)
             zone.names["decode"] = [one.address]
             await eventually(lambda: router.is_ready)
+            assert router.counts["decode"] == counts(0, 1, 0, 1)
 
 
 async def test_a_stream_outlives_its_workers_name_and_new_ones_go_elsewhere() -> None:

@@ -115,3 +115,18 @@ async def test_one_process_under_two_addresses_is_one_worker() -> None:
             assert world.up == [one.address, other.address]
             await one.kill()
             await eventually(lambda: world.up == [twin.address, other.address])
+            assert (world.pool.num_listed, world.pool.num_discovered) == (2, 0)
+
+
+async def test_an_alias_found_by_name_is_no_other_worker_even_when_both_are_gone() -> None:
+    one, twin = FakeWorker(instance="twin"), FakeWorker(instance="twin")
+    async with running(one, twin), watching(World(one.address, "dns:///a:1")) as world:
+        assert world.pool.num_unresolved == 1
+        world.zone = {"a": [twin.address]}
+        await eventually(lambda: len(world.made) == 2 and all(watch.is_up for watch in world.made))
+        counts = (world.pool.num_listed, world.pool.num_discovered, world.pool.num_unresolved)
+        assert counts == (1, 0, 0)
+        await one.kill()
+        await twin.kill()
+        await eventually(lambda: not world.up)
+        assert (world.pool.num_listed, world.pool.num_discovered) == (1, 0)
