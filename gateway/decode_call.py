@@ -22,11 +22,12 @@ _LAST_READ_S = 0.5  # for the status behind `Finished`
 _FINISH_REASONS = frozenset({decode_pb2.FINISH_REASON_STOP, decode_pb2.FINISH_REASON_LENGTH})
 
 # Fields of GenerateRequest and SamplingParams whose HTTP names differ.
-_HTTP_NAMES = {
+_HTTP_NAMES: dict[str, str | None] = {
     "prompt_token_ids": "messages",
     "logprobs": "top_logprobs",
     "include_stop": "include_stop_str_in_output",
     "timeout_s": "timeout",
+    "sampling": None,  # several fields together
 }
 _LENGTH_FIELDS = frozenset({"prompt_token_ids", "max_tokens"})  # at fault only when they do not fit
 

@@ -6,7 +6,7 @@ EngineError
 ├── QueueFull             the waiting queue is at its bound; try again later
 ├── IncompatibleModel     another worker's KV cache would mean something else here; `field` differs
 ├── InvalidKvPage         a page is damaged, out of range, repeated or missing
-├── NoTokenToChoose       the model gave a sequence no finite best logit, or the request bars all tokens
+├── NoTokenToChoose       the model gave a sequence no finite best logit
 ├── SequenceReleased      the sequence was released while somebody waited on it
 ├── EngineStopped         the engine has shut down or its thread has failed
 └── UnsupportedModel      the model cannot be served; raised at start, with the reason
@@ -18,7 +18,10 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
-    """A request field is wrong; `field` is its name as in `EngineRequest` or `SamplingParams`."""
+    """A request field is wrong; `field` is its name as in `EngineRequest` or `SamplingParams`.
+
+    `sampling` names no single one: together they bar every token.
+    """
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -46,7 +49,7 @@ class InvalidKvPage(EngineError):
 
 
 class NoTokenToChoose(EngineError):
-    """See `request.NoToken`."""
+    """See `request.NoToken.LOGITS`."""
 
 
 class SequenceReleased(EngineError):

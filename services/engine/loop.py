@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from services.engine.config import EngineConfig
-from services.engine.errors import EngineError, EngineStopped, NoTokenToChoose
+from services.engine.errors import EngineError, EngineStopped, InvalidRequest, NoTokenToChoose
 from services.engine.layer_report import LayerReport
 from services.engine.model_runner import ModelRunner
 from services.engine.paged_engine import PagedEngine
@@ -189,7 +189,7 @@ class HfEngine(PagedEngine):
             if token is NoToken.LOGITS:
                 log.error("no token to choose", request=sequence.request.request_id, reason=token.value)
             elif token is NoToken.REQUEST:
-                deliveries.append(self._drop(sequence, NoTokenToChoose(token.value)))
+                deliveries.append(self._drop(sequence, InvalidRequest("sampling", token.value)))
             elif sequence.state is SequenceState.RELEASED:
                 self._remove(sequence)
             else:

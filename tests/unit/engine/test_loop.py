@@ -11,10 +11,16 @@ import torch
 
 from services.engine.attention import OnLayer
 from services.engine.config import EngineConfig
-from services.engine.errors import EngineStopped, InvalidKvPage, NoTokenToChoose, SequenceReleased
+from services.engine.errors import (
+    EngineStopped,
+    InvalidKvPage,
+    InvalidRequest,
+    NoTokenToChoose,
+    SequenceReleased,
+)
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
-from services.engine.request import NoToken, SampledToken, SubmitMode
+from services.engine.request import SampledToken, SubmitMode
 from services.engine.scheduler import ScheduledChunk
 from tests.unit.engine.tiny_models import (
     complete,
@@ -385,7 +391,7 @@ async def test_requests_that_bar_what_the_model_leaves_end_nothing_but_themselve
     """Three on an idle worker: each step's only outcome is that there is no token."""
     async with running_engine(llama, runner_type=_OnlyOneToken) as engine:
         for _ in range(4):
-            with pytest.raises(NoTokenToChoose, match="request"):
+            with pytest.raises(InvalidRequest, match="request bars every token"):
                 await complete(engine, make_request(PROMPTS[1], 4, stop_token_ids=(5,), ignore_eos=True))
         assert (await complete(engine, make_request(PROMPTS[1], 4)))[0] == [5] * 4
 
@@ -423,7 +429,7 @@ async def test_a_step_may_fail_one_for_its_logits_and_another_for_its_request(ll
         with engine.lock():  # all of them come before the first step
             sequences = [engine.submit(request, SubmitMode.LOCAL) for request in requests]
         replies = await asyncio.gather(*map(read_out, sequences), return_exceptions=True)
-        assert [str(failure) for failure in replies[:2]] == [NoToken.LOGITS.value, NoToken.REQUEST.value]
+        assert [type(failure) for failure in replies[:2]] == [NoTokenToChoose, InvalidRequest]
         assert replies[2][0] == [5] * 4  # type: ignore[index]
 
 

@@ -160,6 +160,7 @@ async def test_spans_and_metrics_tell_of_the_reply() -> None:
     [
         (grpc.StatusCode.INVALID_ARGUMENT, "top_p", InvalidRequest, "top_p"),
         (grpc.StatusCode.INVALID_ARGUMENT, "include_stop", InvalidRequest, "include_stop_str_in_output"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "sampling", InvalidRequest, None),
         (grpc.StatusCode.INVALID_ARGUMENT, "prompt_token_ids", ContextTooLong, "messages"),
         (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens", ContextTooLong, "max_tokens"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "", Overloaded, None),
