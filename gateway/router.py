@@ -162,7 +162,7 @@ class Router:
 
     @property
     def worker_states(self) -> list[WorkerState]:
-        """Every worker that may get requests, for the metrics."""
+        """Every worker that may get requests, for the metrics: read in any thread, and changes nothing."""
         return [
             WorkerState(role, watch.address, self._state_of(watch), watch.breaker.state.value)
             for role, pool in self._pools.items()

@@ -76,7 +76,8 @@ class WorkerWatch:
 
     @property
     def takes_work(self) -> bool:
-        return self.load is not None and not self.load.draining
+        load = self.load  # once: metrics are read in another thread
+        return load is not None and not load.draining
 
     @property
     def fingerprint(self) -> str | None:

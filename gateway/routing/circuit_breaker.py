@@ -59,9 +59,10 @@ class CircuitBreaker:
 
     @property
     def state(self) -> BreakerState:
-        if self._retry_at is None:
+        retry_at = self._retry_at  # once: metrics are read in another thread
+        if retry_at is None:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if self._clock() < self._retry_at else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if self._clock() < retry_at else BreakerState.HALF_OPEN
 
     def lets_in(self) -> bool:
         """Whether the worker may be picked like any other."""

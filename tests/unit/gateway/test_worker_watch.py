@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, decode_pb2_grpc
 from gateway.routing.holds import Hold
 from gateway.worker_watch import WorkerWatch, decode_watch
 from tests.fake_decode import FakeWorker, running
@@ -80,3 +80,27 @@ async def test_what_is_still_on_its_way_is_not_taken_for_what_others_have_there(
         assert num_requests(watch) == 4 + 5
         await report(worker, watch, running=9, waiting=0)
         assert num_requests(watch) == 4 + 5
+
+
+class _GoneAfterOneLook(WorkerWatch):
+    """As if the loop ran between two looks of another thread."""
+
+    @property
+    def load(self) -> common_pb2.Load | None:
+        load, self._load = self._load, None
+        return load
+
+    @load.setter
+    def load(self, load: common_pb2.Load | None) -> None:  # type: ignore[override]
+        self._load = load
+
+
+async def test_whether_it_takes_work_can_be_read_in_another_thread_while_it_goes() -> None:
+    stub_for = decode_pb2_grpc.DecodeStub
+    watch = _GoneAfterOneLook(
+        "127.0.0.1:1", stub_for, (), clock=time.monotonic, random=Random(1), on_change=lambda: None
+    )
+    watch.load = common_pb2.Load()
+    assert watch.takes_work
+    assert not watch.takes_work
+    await watch.close()

@@ -258,3 +258,19 @@ def test_another_process_starts_clean(world: World) -> None:
     late.failed()
     world.fail(THRESHOLD - 1)
     assert world.breaker.state is BreakerState.CLOSED
+
+
+def test_its_state_can_be_read_in_another_thread_while_the_loop_changes_it() -> None:
+    is_read = False
+
+    def clock() -> float:
+        if is_read:
+            breaker.reset()  # as if the loop ran between two steps of the reader
+        return 0.0
+
+    breaker = CircuitBreaker("10.0.0.1:1", clock=clock, random=Random(1))
+    for number in range(THRESHOLD):
+        breaker.begin(f"reply-{number}").failed()
+    is_read = True
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.state is BreakerState.CLOSED
