@@ -37,8 +37,10 @@ class Picker:
         if not watches:
             return []
         by_address = {watch.address: watch for watch in watches}
-        let_in = [watch for watch in watches if watch.breaker.lets_in()]
-        shut_out = [watch for watch in watches if watch not in let_in]
+        let_in: list[WorkerWatch] = []
+        shut_out: list[WorkerWatch] = []
+        for watch in watches:
+            (let_in if watch.breaker.lets_in() else shut_out).append(watch)
         best = self._by_policy(let_in, prompt)
         worst = by_load([watch.candidate(prompt.num_tokens) for watch in shut_out])
         least_bad = sorted(worst.order, key=lambda c: by_address[c.address].breaker.num_openings)
