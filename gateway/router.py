@@ -189,14 +189,16 @@ class Router:
         """
         prompt = Prompt(prompt_token_ids, salt, len(prompt_token_ids) + num_generated)
         prefill = self._usable(self._prefill)
-        decode = [watch for watch in self._usable(self._decode) if watch.address not in exclude]
+        usable = self._usable(self._decode)
+        decode = [watch for watch in usable if watch.address not in exclude]
         if not decode:
             raise Unavailable("no decode worker is available now", code="decode_unavailable")
         decode = [watch for watch in decode if prefill or watch.runs_prompts]
         if not decode:
             raise Unavailable("no prefill worker is available now", code="prefill_unavailable")
-        first = self._picker.ranked("decode", decode, prompt)[0]
-        prefill = self._picker.ranked("prefill", prefill, prompt)[:_MOST_PREFILL_TARGETS]
+        first = self._picker.ranked("decode", decode, prompt, block_size=_smallest_block(usable))[0]
+        prefill = self._picker.ranked("prefill", prefill, prompt, block_size=_smallest_block(prefill))
+        prefill = prefill[:_MOST_PREFILL_TARGETS]
         for watch in (first, *prefill[:1]):
             watch.last_picked = next(self._picks)
         outcome = RouteOutcome(
@@ -271,3 +273,7 @@ class Router:
             max_model_len=min(info.max_model_len for info in infos),
             created=self._model.created if self._model is not None and same_as_before else int(time.time()),
         )
+
+
+def _smallest_block(watches: Sequence[WorkerWatch]) -> int:
+    return min((watch.block_size for watch in watches), default=1)

@@ -158,6 +158,7 @@ class FakeWorker:
     fingerprint: str = FINGERPRINT
     script: Script = field(default_factory=Script)
     address: str = "127.0.0.1:0"
+    block_size: int = 16
     instance: str = ""  # empty: another one with every start
     servicer: FakeDecode | None = None
     requests: list[decode_pb2.GenerateRequest] = field(default_factory=list)
@@ -175,7 +176,7 @@ class FakeWorker:
             role=self.role,
             identity=common_pb2.ModelIdentity(model="fake", fingerprint=self.fingerprint),
             max_model_len=1000,
-            block_size=16,
+            block_size=self.block_size,
             num_blocks=1000,
             max_num_seqs=8,
             max_queue_len=8,

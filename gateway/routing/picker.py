@@ -32,8 +32,14 @@ class Picker:
         self._affinity = affinity
         self._on_pick = on_pick
 
-    def ranked(self, role: str, watches: Sequence[WorkerWatch], prompt: Prompt) -> list[WorkerWatch]:
-        """All of them, the first choice first; each must be up."""
+    def ranked(
+        self, role: str, watches: Sequence[WorkerWatch], prompt: Prompt, *, block_size: int
+    ) -> list[WorkerWatch]:
+        """All of them, the first choice first; each must be up.
+
+        Args:
+            block_size: of the affinity key, in tokens; the same whoever is left to choose from.
+        """
         if not watches:
             return []
         by_address = {watch.address: watch for watch in watches}
@@ -41,20 +47,20 @@ class Picker:
         shut_out: list[WorkerWatch] = []
         for watch in watches:
             (let_in if watch.breaker.lets_in() else shut_out).append(watch)
-        best = self._by_policy(let_in, prompt)
+        best = self._by_policy(let_in, prompt, block_size)
         worst = by_load([watch.candidate(prompt.num_tokens) for watch in shut_out])
         least_bad = sorted(worst.order, key=lambda c: by_address[c.address].breaker.num_openings)
         self._on_pick(role, (best if let_in else worst).outcome.value)
         return [by_address[candidate.address] for candidate in (*best.order, *least_bad)]
 
-    def _by_policy(self, watches: Sequence[WorkerWatch], prompt: Prompt) -> Ranking:
+    def _by_policy(self, watches: Sequence[WorkerWatch], prompt: Prompt, block_size: int) -> Ranking:
         candidates = [watch.candidate(prompt.num_tokens) for watch in watches]
         if self._affinity is None or not watches:
             return by_load(candidates)
         key = prefix_key(
             prompt.token_ids,
             prompt.salt,
-            block_size=min(watch.block_size for watch in watches),
+            block_size=block_size,
             num_blocks=self._affinity.num_blocks,
         )
         return by_load(candidates) if key is None else by_affinity(candidates, key, self._affinity.load_bound)

@@ -116,6 +116,23 @@ async def test_a_continuation_goes_where_its_prompt_is_and_never_to_one_that_was
             one.route(short, exclude=tried)
 
 
+async def test_the_key_is_that_of_all_workers_whoever_is_left_to_choose_from() -> None:
+    """One with smaller blocks makes it shorter, also where it was tried already."""
+    workers = (FakeWorker(block_size=BLOCK // 2), FakeWorker(), FakeWorker(), FakeWorker())
+    async with running(*workers):
+        router = Router([worker.address for worker in workers], affinity=Affinity(num_blocks=1))
+        await router.start()
+        await eventually(lambda: all(router.heard_at(w.address) is not None for w in workers))
+        named = set()
+        for number in range(8):  # alike for half a block
+            tokens = prompt(0, BLOCK // 2) + prompt(number)
+            route = router.route(tokens, exclude=[workers[0].address])
+            named.add(route.decode.address)
+            route.outcome.dropped()
+        assert len(named) == 1
+        await router.close()
+
+
 async def test_by_load_alone_if_asked_to() -> None:
     async with routing(3, affinity=None) as (router, picks, workers):
         named = Counter(router.route(prompt(1)).decode.address for _ in range(9))

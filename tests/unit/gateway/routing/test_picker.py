@@ -65,7 +65,7 @@ async def test_all_are_ranked_without_comparing_each_with_each(
         for n in bad:
             workers[n].shut_out()
         Watch.num_comparisons = 0
-        ranked = picker.ranked("decode", workers, Prompt(range(100), "", 100))
+        ranked = picker.ranked("decode", workers, Prompt(range(100), "", 100), block_size=BLOCK)
         assert Watch.num_comparisons == 0
         addresses = [watch.address for watch in ranked]
         assert sorted(addresses) == sorted(watch.address for watch in workers)
