@@ -126,11 +126,11 @@ class Generations:
         calls = await self._admit_all(requests, deadline)
         try:
             reply = await self._open(meta, arrived)
+            self._run(reply, spec, span, list(zip(requests, calls, strict=True)), deadline)
         except BaseException:
             for call in calls:
                 call.cancel()
             raise
-        self._run(reply, spec, span, list(zip(requests, calls, strict=True)), deadline)
         return reply
 
     def go_on(self, reply: OwnedReply) -> None:
@@ -202,9 +202,8 @@ class Generations:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            for call in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(call, DecodeCall):
-                    call.cancel()
+                task.add_done_callback(_cancel_admitted)  # also if the wait below is cancelled
+            await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
     async def _open(self, meta: ReplyMeta, arrived: float) -> OwnedReply:
@@ -273,6 +272,11 @@ def _attributes(spec: ReplySpec, meta: ReplyMeta) -> dict[str, str | int | float
         semconv.GEN_AI_RESPONSE_MODEL: spec.model,
         semconv.BATON_REPLY_ID: meta.reply_id,
     }
+
+
+def _cancel_admitted(task: "asyncio.Task[DecodeCall]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().cancel()
 
 
 async def _discard(opening: "asyncio.Task[OwnedReply]") -> None:

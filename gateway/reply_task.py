@@ -56,9 +56,11 @@ class ReplyTask:
             finally:
                 stop.cancel()
                 work.cancel()
-                await asyncio.wait({work, stop})
-                for choice in self._choices:
-                    choice.cancel()
+                try:
+                    await asyncio.wait({work, stop})
+                finally:  # whoever is cancelled twice waits no longer
+                    for choice in self._choices:
+                        choice.cancel()
             self._end(work)
         except asyncio.CancelledError:
             if not self._others_can_go_on:

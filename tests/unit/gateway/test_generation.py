@@ -546,3 +546,37 @@ async def test_what_a_worker_reports_of_this_gateways_own_requests_counts_once()
         await eventually(lambda: (gw.router.heard_at(worker.address) or 0.0) > reported + 0.1)
         await gw.start()
         assert (len(worker.requests), len(other.requests)) == (3, 0)
+
+
+async def cancel_again_and_again(task: "asyncio.Task[object]") -> None:
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+
+
+async def test_a_start_that_is_cancelled_again_and_again_leaves_no_call() -> None:
+    admits, hesitates = (
+        FakeWorker(script=Script(stall_after=0)),
+        FakeWorker(script=Script(admit_delay_s=60.0)),
+    )
+    async with gateway(admits, hesitates) as gw:
+        start = asyncio.create_task(gw.start(replace(SPEC, num_choices=2)))
+        await eventually(lambda: admits.num_running == hesitates.num_running == 1)
+        await asyncio.sleep(0.1)  # the one has been admitted
+        await cancel_again_and_again(start)
+        await eventually(lambda: admits.num_running == hesitates.num_running == 0, timeout=1)
+        assert gw.router.num_under_way == 0
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+async def test_a_reply_that_is_cancelled_again_and_again_leaves_no_call(num_steps: int) -> None:
+    worker = FakeWorker(script=Script(stall_after=0))
+    async with gateway(worker) as gw:
+        before = asyncio.all_tasks()
+        await gw.start()
+        (run,) = [task for task in asyncio.all_tasks() - before if "ReplyTask.run" in repr(task.get_coro())]
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        await cancel_again_and_again(run)
+        assert gw.router.num_under_way == 0
+        await eventually(lambda: worker.num_running == 0, timeout=1)
