@@ -43,7 +43,7 @@ class WorkerNames:
 
 def parse_entry(entry: str) -> str | DnsName:
     """One entry. Raises ValueError, which says what to write instead."""
-    is_dns = entry.startswith("dns:")
+    is_dns = entry.startswith("dns:") and not entry.removeprefix("dns:").isdigit()  # a host may be called so
     if is_dns and not entry.startswith(DNS_PREFIX):
         raise ValueError(f"{entry!r} is no DNS entry; write for example {DNS_PREFIX}decode:50051")
     rest = entry.removeprefix(DNS_PREFIX)

@@ -61,4 +61,5 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 def create_channel(target: str, interceptors: Sequence[aio.ClientInterceptor] = ()) -> aio.Channel:
     """An insecure channel to `host:port`. It connects lazily and reconnects by itself."""
-    return aio.insecure_channel(target, options=CHANNEL_OPTIONS, interceptors=list(interceptors))
+    # With gRPC's default scheme spelled out, for it takes a host that is called `dns` or `unix` for one.
+    return aio.insecure_channel(f"dns:///{target}", options=CHANNEL_OPTIONS, interceptors=list(interceptors))

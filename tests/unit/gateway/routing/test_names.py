@@ -13,6 +13,10 @@ def test_addresses_and_names_are_told_apart_and_each_comes_once() -> None:
     assert str(names.dns_names[0]) == "dns:///decode.default.svc:50051"
 
 
+def test_a_host_may_be_called_like_the_prefix() -> None:
+    assert parse_entry("dns:50051") == "dns:50051"
+
+
 def test_a_name_may_be_absolute() -> None:
     absolute = "dns:///decode.default.svc.cluster.local.:50051"
     assert str(parse_entry(absolute)) == absolute
@@ -28,6 +32,7 @@ def test_a_name_may_be_absolute() -> None:
         "127.0.0.1:http",
         "http://decode:80",
         "dns:decode:50051",
+        "dns:0",
         "dns://10.96.0.10/decode:50051",
         "dns:///decode",
         "dns:///:50051",
