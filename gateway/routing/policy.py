@@ -34,7 +34,7 @@ class PickOutcome(StrEnum):
     """How the first choice came about, for the metrics."""
 
     AFFINITY = "affinity"  # the first in the key's order
-    OVERFLOW = "overflow"  # those before it were above their bound, or had no room for the prompt
+    OVERFLOW = "overflow"  # those before it, or all, were above their bound, or had no room for the prompt
     LEAST_LOADED = "least_loaded"
 
 
@@ -102,7 +102,7 @@ def by_affinity(candidates: Sequence[Candidate], key: bytes, load_bound: float) 
         has_room = candidate.num_requests < ceil(load_per_place * candidate.capacity)
         (below if has_room and not candidate.lacks_room else above).append(candidate)
     order = (*below, *by_load(above).order)
-    is_hit = order[0] is preferred[0]
+    is_hit = below[:1] == preferred[:1]
     return Ranking(order, PickOutcome.AFFINITY if is_hit else PickOutcome.OVERFLOW)
 
 

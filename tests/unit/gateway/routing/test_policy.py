@@ -163,6 +163,12 @@ def test_a_worker_without_room_is_passed_over() -> None:
     assert (ranking.order[0].address, ranking.outcome) == (order[1], PickOutcome.OVERFLOW)
 
 
+def test_where_all_are_above_their_bound_the_first_choice_is_no_hit() -> None:
+    full = [idle(f"10.0.0.{n}:1", lacks_room=True) for n in range(3)]
+    for number in range(20):
+        assert by_affinity(full, key(number), BOUND).outcome is PickOutcome.OVERFLOW
+
+
 def test_without_room_anywhere_the_least_busy_is_taken() -> None:
     full = [idle("a:1", 5, lacks_room=True), idle("b:1", 1, lacks_room=True)]
     assert by_affinity(full, key(1), BOUND).order[0].address == "b:1"
