@@ -14,6 +14,7 @@ import random as random_module
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from grpc import aio
@@ -209,7 +210,7 @@ class Router:
             },
             decode_hold=first.holds.take(),
             prefill_hold=(prefill[0].holds if prefill else Holds()).take(),
-            on_draining=first.note_draining,
+            on_draining=partial(first.note_draining, first.instance),
         )
         target = DecodeTarget(first.address, first.stub, first.lost)
         return Route(target, tuple(watch.address for watch in prefill), outcome, has_spare=len(decode) > 1)

@@ -112,9 +112,9 @@ class WorkerWatch:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    def note_draining(self) -> None:
-        """It refused a request because it drains; its load report is still on the way."""
-        if self.load is not None and not self.load.draining:
+    def note_draining(self, instance: str | None) -> None:
+        """That process refused a request because it drains; its load report is still on the way."""
+        if instance == self.instance and self.load is not None and not self.load.draining:
             self.load.draining = True
             self._on_change()
 

@@ -82,6 +82,20 @@ async def test_what_is_still_on_its_way_is_not_taken_for_what_others_have_there(
         assert num_requests(watch) == 4 + 5
 
 
+async def test_a_refusal_of_the_process_before_does_not_shut_its_successor_out() -> None:
+    worker = FakeWorker()
+    async with watching(worker) as watch:
+        before = watch.instance
+        await worker.kill()
+        await eventually(lambda: not watch.is_up)
+        await worker.start()
+        await eventually(lambda: watch.is_up)
+        watch.note_draining(before)
+        assert watch.takes_work
+        watch.note_draining(watch.instance)
+        assert not watch.takes_work
+
+
 class _GoneAfterOneLook(WorkerWatch):
     """As if the loop ran between two looks of another thread."""
 
