@@ -65,7 +65,7 @@ class CircuitBreaker:
         return BreakerState.OPEN if self._clock() < retry_at else BreakerState.HALF_OPEN
 
     def lets_in(self) -> bool:
-        """Whether the worker may be picked like any other."""
+        """Whether the worker may be picked like any other. A probe that is overdue fails here."""
         if self._probe is not None and self._is_silent_since(self._probe.began_at):
             self._open()
         return self.state is BreakerState.CLOSED or (

@@ -84,6 +84,9 @@ class RouteOutcome:
             trial.answered()
         self._blame_prefill(timings.failed_prefill_targets)
         self._decode.answered()
+        for target, trial in self._prefill.items():
+            if target != timings.prefill_target:
+                trial.dropped()  # not asked, or no longer: a long reply is no probe of it
 
     def heard(self) -> None:
         """Another message has come."""

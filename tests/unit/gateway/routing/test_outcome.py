@@ -142,6 +142,19 @@ def test_a_decode_worker_without_a_way_makes_no_probe_of_prefill_wait() -> None:
     assert world.p1.lets_in()
 
 
+def test_a_prompt_that_decode_runs_itself_is_no_probe_of_prefill() -> None:
+    world = World()
+    for number in range(THRESHOLD):
+        world.p1.begin(f"early-{number}").failed()
+    world.now += 2.0
+    outcome = world.outcome("r")
+    assert not world.p1.lets_in()
+    outcome.answered(decode_pb2.FirstTextTimings(prefill_target="local"))
+    world.now += 2 * SILENT_S  # a long reply, in which nobody asks for prefill
+    assert world.p1.lets_in()
+    assert world.p1.num_openings == 1
+
+
 def test_a_prefill_worker_that_another_stood_in_for_is_counted_once_a_call() -> None:
     world = World()
     timings = decode_pb2.FirstTextTimings(prefill_target="p2", failed_prefill_targets=["p1"])
