@@ -96,6 +96,7 @@ class CircuitBreaker:
         """Another process has come to the worker's address."""
         self._forgive()
         self._retry_at = self._probe = None
+        self._heard_at = self._answered_at = float("-inf")
         self._epoch += 1
 
     def _is_silent_since(self, began_at: float) -> bool:

@@ -260,6 +260,14 @@ def test_another_process_starts_clean(world: World) -> None:
     assert world.breaker.state is BreakerState.CLOSED
 
 
+def test_what_the_process_before_answered_is_no_sign_of_its_successor(world: World) -> None:
+    trial = world.begin()
+    trial.answered()
+    assert trial.answers_others
+    world.breaker.reset()
+    assert not world.begin().answers_others
+
+
 def test_its_state_can_be_read_in_another_thread_while_the_loop_changes_it() -> None:
     is_read = False
 
