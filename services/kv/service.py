@@ -24,9 +24,14 @@ class PrefillCall(Protocol):
 
 
 class PrefillClient:
-    """Calls one prefill worker."""
+    """Calls one prefill worker.
+
+    Attributes:
+        stub: the generated one, for the other methods.
+    """
 
     def __init__(self, channel: aio.Channel) -> None:
+        self.stub = prefill_pb2_grpc.PrefillStub(channel)
         self._prefill: aio.UnaryStreamMultiCallable[prefill_pb2.PrefillRequest, bytes] = channel.unary_stream(
             f"/{_SERVICE}/Prefill", request_serializer=prefill_pb2.PrefillRequest.SerializeToString
         )

@@ -57,7 +57,7 @@ async def test_one_in_use_is_never_closed(world: World) -> None:
     prefill = FakeWorker(role=common_pb2.ROLE_PREFILL)
     async with running(prefill):
         with world.channels.borrowed() as client_for:
-            call = client_for(prefill.address).WatchLoad(common_pb2.WatchLoadRequest())
+            call = client_for(prefill.address).stub.WatchLoad(common_pb2.WatchLoadRequest())
             await call.read()
             world.use(prefill.address)  # by another, who is through with it
             for number in range(2 * MOST_IDLE):
