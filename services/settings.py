@@ -18,6 +18,13 @@ class LocalPrefill(StrEnum):
     ALWAYS = "always"  # colocated: there are no prefill workers
 
 
+class KvTransport(StrEnum):
+    """How pages reach a decode worker."""
+
+    AUTO = "auto"  # through shared memory where both ends are processes of one host, else as grpc
+    GRPC = "grpc"  # in gRPC messages
+
+
 class EngineKind(StrEnum):
     """Which engine computes."""
 
@@ -46,6 +53,7 @@ class WorkerSettings(ProcessSettings):
     device: Device = Device.AUTO
     threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
     max_page_bytes: int = Field(2 * 1024 * 1024, ge=1024, le=4 * 1024 * 1024)
+    kv_transport: KvTransport = KvTransport.AUTO
     drain_s: float = Field(25.0, ge=0)
     sim_prefill_ms_per_token: float = Field(0.0, ge=0)
     sim_token_ms: float = Field(33.0, ge=0)

@@ -105,6 +105,7 @@ def identity_from_proto(message: common_pb2.ModelIdentity) -> ModelIdentity:
 def info_to_proto(
     info: EngineInfo, role: "common_pb2.Role.ValueType", instance: str, *, runs_prompts: bool
 ) -> common_pb2.WorkerInfo:
+    offer = info.shared_pool
     return common_pb2.WorkerInfo(
         role=role,
         identity=identity_to_proto(info.identity),
@@ -115,6 +116,9 @@ def info_to_proto(
         max_queue_len=info.max_queue_len,
         instance=instance,
         runs_prompts=runs_prompts,
+        shared_pool=None
+        if offer is None
+        else common_pb2.SharedPool(id=offer.pool_id, pid=offer.pid, fd=offer.fd, num_bytes=offer.num_bytes),
     )
 
 

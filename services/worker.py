@@ -22,7 +22,7 @@ from services.engine.factory import create_engine
 from services.engine.interface import Engine
 from services.rpc.interceptors import TracingServerInterceptor
 from services.rpc.server import Lifecycle, RpcServer
-from services.settings import LocalPrefill, WorkerSettings
+from services.settings import KvTransport, LocalPrefill, WorkerSettings
 from services.wire import info_to_proto
 
 log = structlog.get_logger()
@@ -122,7 +122,7 @@ async def serve(
     logs.configure(f"baton-{name}")
     telemetry = setup(f"baton-{name}", instance=settings.listen)
     try:
-        engine = create_engine(engine_config(settings), settings.engine.value)
+        engine = create_engine(engine_config(settings, role), settings.engine.value)
         await engine.start()
     except EngineError as error:
         raise SystemExit(f"cannot serve {settings.model}: {error}") from error
@@ -162,7 +162,7 @@ async def _run(server: RpcServer, engine: Engine) -> bool:
     return has_failed
 
 
-def engine_config(settings: WorkerSettings) -> EngineConfig:
+def engine_config(settings: WorkerSettings, role: "common_pb2.Role.ValueType") -> EngineConfig:
     """The engine's part of the settings."""
     return EngineConfig(
         model=settings.model,
@@ -175,6 +175,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         prefill_chunk=settings.prefill_chunk,
         max_model_len=settings.max_model_len or None,
         prefix_cache=settings.prefix_cache,
+        share_kv=role == common_pb2.ROLE_PREFILL and settings.kv_transport is KvTransport.AUTO,
         threads=settings.threads,
         precision=settings.precision,
         device=settings.device,

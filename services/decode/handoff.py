@@ -19,7 +19,7 @@ from services.decode.prefill_channels import ClientFor
 from services.engine.errors import InvalidKvPage, InvalidRequest
 from services.engine.interface import Sequence
 from services.rpc.status import PrefillUnavailable, field_of, is_fault
-from services.settings import LocalPrefill
+from services.settings import KvTransport, LocalPrefill
 from services.wire import identity_to_proto, token_from_proto
 from services.worker import Worker
 
@@ -131,16 +131,24 @@ class Handoff:
             self._worker.kv_threads,
             lambda message: self._take_first_token(target, began, message),
         )
+        client = self._client_for(target)
+        if self._worker.settings.kv_transport is KvTransport.AUTO:
+            client.map_pool(self._worker.engine.info.identity)
         outcome = "error"
         try:
             with self._tracer.start_as_current_span("kv_transfer") as span:
-                transfer = await receiver.pull(
-                    self._client_for(target), self._prefill_request(), self._time_remaining()
-                )
+                transfer = await receiver.pull(client, self._prefill_request(), self._time_remaining())
                 span.set_attributes(
-                    {semconv.BATON_KV_BYTES: transfer.num_bytes, semconv.BATON_KV_PAGES: transfer.num_pages}
+                    {
+                        semconv.BATON_KV_BYTES: transfer.num_bytes,
+                        semconv.BATON_KV_PAGES: transfer.num_pages,
+                        semconv.BATON_KV_SHARED_PAGES: transfer.num_shared_pages,
+                    }
                 )
             outcome = "ok"
+        except (aio.AioRpcError, InvalidKvPage):
+            client.forget_pool()  # a dead worker's pool would stay in memory
+            raise
         finally:
             self._worker.telemetry.metrics.prefill_attempt(outcome)
         self._report.transfer = transfer

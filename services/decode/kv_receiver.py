@@ -14,12 +14,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.interface import Sequence
 from services.engine.request import ModelIdentity
 from services.kv import codec, page
 from services.kv.background import Background
+from services.kv.mapped_pool import MappedPool
 from services.kv.service import PrefillClient
 from services.worker import KvTraffic
 
@@ -31,6 +34,7 @@ class Transfer:
     """What one completed pull moved, and how long it took beyond the first token."""
 
     num_pages: int
+    num_shared_pages: int  # of these, read out of the prefill worker's memory
     num_bytes: int
     after_first_token_s: float  # first token in hand to last page verified
 
@@ -59,6 +63,8 @@ class KvReceiver:
         self._first_token_at: float | None = None
         self._num_pages = 0
         self._num_bytes = 0
+        self._num_shared = 0  # pages
+        self._scratch = torch.empty(0)
 
     async def pull(
         self, client: PrefillClient, request: prefill_pb2.PrefillRequest, timeout_s: float | None
@@ -68,6 +74,9 @@ class KvReceiver:
         Raises InvalidKvPage (damaged, missing or surplus pages) or AioRpcError (the worker's status).
         """
         request.transfer_id = secrets.token_hex(16)
+        if (pool := client.pool) is not None:
+            request.shared_pool = pool.pool_id
+            self._scratch = page.scratch(self._identity, request.max_page_bytes)
         result: prefill_pb2.PrefillResult | None = None
         imports = Background(self._threads, self._changed.set)
         call = client.prefill(request, timeout=timeout_s)
@@ -79,19 +88,23 @@ class KvReceiver:
                 if isinstance(message, page.Page):
                     await self._until_unfinished(imports, _MOST_UNFINISHED - 1)
                     self._count(message)
-                    imports.start(partial(self._import, message, request.transfer_id))
+                    imports.start(partial(self._import, message, request.transfer_id, pool))
                     continue
                 match message.WhichOneof("message"):
                     case "first_token":
                         self._take_first_token(message.first_token)
                     case "result":
                         result = message.result
+                        await self._until_unfinished(imports, 0)
+                        if self._num_shared:
+                            await client.release(request.transfer_id)
                     case unknown:
                         raise InvalidKvPage(f"unknown prefill message {unknown!r}")
-            await self._until_unfinished(imports, 0)
         finally:
             call.cancel()  # leaving the loop early cancels nothing by itself
             await imports.stop()
+        if pool is not None and not self._num_shared:
+            client.forget_pool()  # another process answers at this address
         return self._finish(result)
 
     def _take_first_token(self, message: prefill_pb2.FirstToken) -> None:
@@ -110,11 +123,22 @@ class KvReceiver:
         imports.check()
 
     def _count(self, received: page.Page) -> None:
+        num_bytes = len(received.payload)
+        if received.header.blocks:
+            self._num_shared += 1
+            num_bytes = page.num_bytes(self._identity, page.range_of(received.header))
         self._num_pages += 1
-        self._num_bytes += len(received.payload)
-        self._traffic.received += len(received.payload)
+        self._num_bytes += num_bytes
+        self._traffic.received += num_bytes
 
-    def _import(self, received: page.Page, transfer_id: str) -> None:
+    def _import(self, received: page.Page, transfer_id: str, pool: MappedPool | None) -> None:
+        """In a thread, one page at a time."""
+        header = received.header
+        if header.blocks:
+            if pool is None:
+                raise InvalidKvPage("a page in shared memory, which was not asked for")
+            kv = pool.read(page.range_of(header), list(header.blocks), self._scratch)
+            received = page.Page(header, page.payload_of(kv))
         where = page.verify(received, transfer_id, self._identity.dtype)
         self._sequence.import_kv(*where, received.payload)
 
@@ -130,4 +154,5 @@ class KvReceiver:
             )
         if not self._sequence.kv_complete:
             raise InvalidKvPage("parts of the KV cache are missing")
-        return Transfer(self._num_pages, self._num_bytes, time.monotonic() - self._first_token_at)
+        after_s = time.monotonic() - self._first_token_at
+        return Transfer(self._num_pages, self._num_shared, self._num_bytes, after_s)

@@ -75,6 +75,7 @@ class ReplyStream:
                     first_step_ms=stages.first_step,
                     num_bytes=transfer.num_bytes,
                     num_pages=transfer.num_pages,
+                    num_shared_pages=transfer.num_shared_pages,
                 )
             )
         return finished

@@ -17,6 +17,7 @@ class EngineConfig:
         max_model_len: prompt and reply together; None takes the model's own bound.
         max_batched_tokens: token budget of one step, over all sequences; at least `max_num_seqs`.
         prefill_chunk: most tokens of one prompt in one step.
+        share_kv: whether other processes of this host may map the KV pool, to read it; on a CPU.
         prefix_cache: whether sequences use what earlier ones have computed for the same tokens.
         threads: torch threads of the process.
         precision: of the linear layers, on a CPU.
@@ -33,6 +34,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     max_model_len: int | None = None
     prefix_cache: bool = True
+    share_kv: bool = False
     threads: int = 1
     precision: Precision = Precision.FP32
     device: Device = Device.CPU

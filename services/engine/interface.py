@@ -72,6 +72,10 @@ class Sequence(Protocol):
         """
         ...
 
+    def kv_blocks(self, token_start: int, token_end: int) -> list[int]:
+        """Blocks of the pool that hold these positions; otherwise as `export_kv`."""
+        ...
+
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
     ) -> None:

@@ -56,25 +56,30 @@ class KvCache:
     """The pool of one engine, shape (layers, 2, slots, kv_heads, head_size).
 
     One block more than asked for, `scratch_block`, belongs to nobody: padding rows write there.
+
+    Args:
+        memory: where it is to lie, zeros of `pool_bytes` bytes; else it makes room for itself.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, block_size: int, device: torch.device | None = None
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.block_size = block_size
         self.scratch_block = num_blocks
         self.device = device or torch.device("cpu")
         self._copies = copies_for(self.device)
-        self._pool = torch.zeros(
-            layout.num_layers,
-            2,
-            (num_blocks + 1) * block_size,
-            layout.num_kv_heads,
-            layout.head_size,
-            dtype=layout.torch_dtype,
-            device=self.device,
-        )
+        num_slots = (num_blocks + 1) * block_size
+        shape = (layout.num_layers, 2, num_slots, layout.num_kv_heads, layout.head_size)
+        if memory is None:
+            self._pool = torch.zeros(shape, dtype=layout.torch_dtype, device=self.device)
+        else:
+            self._pool = memory.view(layout.torch_dtype).view(shape)
         self.layers = [
             KvLayer(*layer, *layer.view(2, num_blocks + 1, -1))  # made once: a view costs like a small sum
             for layer in self._pool
@@ -154,6 +159,11 @@ class KvCache:
         slots = self.slots(block_table, token_start, token_start + num_tokens)
         rows = self._rows[2 * layer_start : 2 * layer_start + num_rows]
         rows.index_copy_(1, slots, self._copies.to_device(page))
+
+
+def pool_bytes(layout: KvLayout, num_blocks: int, block_size: int) -> int:
+    """Size of the pool of a cache of so many blocks."""
+    return (num_blocks + 1) * block_size * layout.bytes_per_token
 
 
 def num_blocks_for(layout: KvLayout, block_size: int, memory_bytes: int, most_tokens: int) -> int:

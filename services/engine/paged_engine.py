@@ -20,11 +20,12 @@ from services.engine.config import EngineConfig
 from services.engine.detokenizer import TextStream
 from services.engine.errors import EngineStopped, UnsupportedModel
 from services.engine.identity import make_identity
-from services.engine.kv_cache import KvCache, KvLayout, num_blocks_for
+from services.engine.kv_cache import KvCache, KvLayout, num_blocks_for, pool_bytes
 from services.engine.request import EngineInfo, EngineLoad, EngineRequest, SubmitMode
 from services.engine.request_check import check_request
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.shared_pool import create_shared_pool
 
 log = structlog.get_logger()
 
@@ -56,7 +57,10 @@ class PagedEngine(ABC):
         )
         # What the pool cannot hold the worker does not offer, so a request without a limit gets one.
         self.max_model_len = min(longest, num_blocks * config.block_size)
-        self.cache = KvCache(layout, num_blocks, config.block_size, device)
+        is_shared = config.share_kv and (device is None or device.type == "cpu")
+        pool = create_shared_pool(pool_bytes(layout, num_blocks, config.block_size)) if is_shared else None
+        self._shared_pool = pool
+        self.cache = KvCache(layout, num_blocks, config.block_size, device, pool.tensor() if pool else None)
         self.scheduler = Scheduler(
             BlockManager(num_blocks),
             copy_block=self.cache.copy_block if config.prefix_cache else None,
@@ -76,6 +80,7 @@ class PagedEngine(ABC):
             max_num_seqs=config.max_num_seqs,
             max_queue_len=config.max_queue_len,
             eos_token_ids=eos_token_ids,
+            shared_pool=pool.offer if pool else None,
         )
         self.num_prompt_tokens_computed = 0
         self.num_tokens_recomputed = 0
@@ -211,6 +216,8 @@ class PagedEngine(ABC):
         if self._stopped is not None:
             return
         self._stopped = EngineStopped(reason)
+        if self._shared_pool is not None:
+            self._shared_pool.close()
         for sequence in tuple(self._live):
             sequence.fail(self._stopped)
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from services.engine.shared_pool import SharedPoolOffer
+
 
 class FinishReason(Enum):
     """Why a sequence ended by itself."""
@@ -182,6 +184,7 @@ class EngineInfo:
     max_num_seqs: int
     max_queue_len: int
     eos_token_ids: tuple[int, ...] = ()
+    shared_pool: SharedPoolOffer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

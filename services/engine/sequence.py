@@ -161,11 +161,14 @@ class EngineSequence:
     ) -> torch.Tensor:
         where = (layer_start, layer_end, token_start, token_end)
         with self._host.lock():
-            if self.state is SequenceState.RELEASED:
-                raise SequenceReleased(self.request.request_id)
-            if not self.block_table:
-                raise EngineStopped("the sequence's step has failed")
+            self._check_exportable()
             return self._host.cache.export_range(self.block_table, *where, scratch)
+
+    def kv_blocks(self, token_start: int, token_end: int) -> list[int]:
+        with self._host.lock():
+            self._check_exportable()
+            size = self._host.cache.block_size
+            return self.block_table[token_start // size : -(-token_end // size)]
 
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
@@ -286,6 +289,12 @@ class EngineSequence:
         self.num_computed_tokens = num_tokens
         if not self.was_preempted:
             self.num_cached_tokens = num_tokens
+
+    def _check_exportable(self) -> None:
+        if self.state is SequenceState.RELEASED:
+            raise SequenceReleased(self.request.request_id)
+        if not self.block_table:
+            raise EngineStopped("the sequence's step has failed")
 
     def _run(self) -> None:
         self.computes_locally = True

@@ -45,11 +45,22 @@ def bytes_per_token_layer(identity: ModelIdentity) -> int:
     return 2 * identity.num_kv_heads * identity.head_size * _DTYPES[identity.dtype].itemsize
 
 
+def dtype_of(identity: ModelIdentity) -> torch.dtype:
+    """Of the elements of the identity's cache."""
+    return _DTYPES[identity.dtype]
+
+
 def scratch(identity: ModelIdentity, max_bytes: int) -> torch.Tensor:
     """Room for one page, (elements,)."""
     num_bytes = max(max_bytes, bytes_per_token_layer(identity))
     dtype = _DTYPES[identity.dtype]
     return torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
+
+
+def num_bytes(identity: ModelIdentity, where: PageRange) -> int:
+    """Size of the payload of a page."""
+    layers, tokens = where.layer_end - where.layer_start, where.token_end - where.token_start
+    return bytes_per_token_layer(identity) * layers * tokens
 
 
 def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator[PageRange]:
@@ -69,7 +80,7 @@ def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator
 
 def seal(transfer_id: str, dtype: str, where: PageRange, kv: torch.Tensor) -> Page:
     """A page over the memory of a contiguous (layers, 2, tokens, kv_heads, head_size) CPU tensor."""
-    payload = kv.view(torch.uint8).numpy().data.cast("B")
+    payload = payload_of(kv)
     header = prefill_pb2.KvPage(
         transfer_id=transfer_id,
         layer_start=where.layer_start,
@@ -94,7 +105,17 @@ def verify(page: Page, transfer_id: str, dtype: str) -> PageRange:
             f"checksum does not match (layers {header.layer_start}-{header.layer_end}, "
             f"tokens {header.token_start}-{header.token_end})"
         )
+    return range_of(header)
+
+
+def range_of(header: prefill_pb2.KvPage) -> PageRange:
+    """As it says, checked or not."""
     return PageRange(header.layer_start, header.layer_end, header.token_start, header.token_end)
+
+
+def payload_of(kv: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, as bytes."""
+    return kv.view(torch.uint8).numpy().data.cast("B")
 
 
 def _checksum(header: prefill_pb2.KvPage, payload: memoryview) -> int:

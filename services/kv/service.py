@@ -4,15 +4,20 @@ gRPC lets a method choose how its messages become bytes; `codec.py` says why our
 nothing is different.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Protocol
 
 import grpc
 from grpc import aio
 
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from services.engine.request import ModelIdentity
 from services.kv import codec
+from services.kv.mapped_pool import MappedPool, map_pool
 
+_INFO_S = 2.0
 _SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
@@ -28,10 +33,13 @@ class PrefillClient:
 
     Attributes:
         stub: the generated one, for the other methods.
+        pool: the worker's KV pool, once it has been mapped.
     """
 
     def __init__(self, channel: aio.Channel) -> None:
         self.stub = prefill_pb2_grpc.PrefillStub(channel)
+        self.pool: MappedPool | None = None
+        self._mapping: asyncio.Task[None] | None = None
         self._prefill: aio.UnaryStreamMultiCallable[prefill_pb2.PrefillRequest, bytes] = channel.unary_stream(
             f"/{_SERVICE}/Prefill", request_serializer=prefill_pb2.PrefillRequest.SerializeToString
         )
@@ -40,6 +48,31 @@ class PrefillClient:
         """See prefill.proto."""
         call: PrefillCall = self._prefill(request, timeout=timeout)
         return call
+
+    def map_pool(self, identity: ModelIdentity) -> None:
+        """Tries, in the background, to reach the worker's pool; transfers until then carry their pages."""
+        if self.pool is None and self._mapping is None:
+            self._mapping = asyncio.create_task(self._map_pool(identity))
+
+    def forget_pool(self) -> None:
+        """It is not, or no longer, the worker's: somebody else may answer at its address."""
+        self.pool = None
+        self._mapping = None
+
+    async def _map_pool(self, identity: ModelIdentity) -> None:
+        try:
+            info = await self.stub.GetInfo(common_pb2.GetInfoRequest(), timeout=_INFO_S)
+            pool = map_pool(info, identity)
+        except aio.AioRpcError:
+            self._mapping = None  # asked again by the next transfer
+            return
+        if self._mapping is asyncio.current_task():
+            self.pool = pool
+
+    async def release(self, transfer_id: str) -> None:
+        """Tells the worker that a transfer's pages have been read; else the end of the call does."""
+        with suppress(aio.AioRpcError):
+            await self.stub.Release(prefill_pb2.ReleaseRequest(transfer_id=transfer_id), timeout=_INFO_S)
 
 
 def add_to_server(servicer: prefill_pb2_grpc.PrefillServicer, server: aio.Server) -> None:

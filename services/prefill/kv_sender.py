@@ -35,6 +35,7 @@ class KvSender:
     Args:
         threads: where pages are copied and checksums computed.
         num_held_tokens: first positions, which the receiver has.
+        is_shared: the receiver reads pages out of this worker's pool: they go as names of blocks.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class KvSender:
         traffic: KvTraffic,
         threads: Executor,
         num_held_tokens: int = 0,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self._sequence = sequence
         self._identity = identity
@@ -55,6 +58,7 @@ class KvSender:
         self._traffic = traffic
         self._threads = threads
         self._num_held_tokens = num_held_tokens
+        self._is_shared = is_shared
         self._waiting: deque[page.PageRange] = deque()
         self._sealed: deque[_Sealed] = deque()
         self._scratch = page.scratch(identity, max_page_bytes)  # pages are sealed one at a time
@@ -111,7 +115,11 @@ class KvSender:
         """In a thread, one page at a time."""
         kv = self._sequence.export_kv(*where, self._scratch)
         sealed = page.seal(self._transfer_id, self._identity.dtype, where, kv)
-        self._sealed.append(_Sealed(codec.encode_page(sealed), len(sealed.payload)))
+        num_bytes = len(sealed.payload)
+        if self._is_shared:
+            sealed.header.blocks.extend(self._sequence.kv_blocks(where.token_start, where.token_end))
+            sealed = page.Page(sealed.header, memoryview(b""))
+        self._sealed.append(_Sealed(codec.encode_page(sealed), num_bytes))
 
     def _count(self, sealed: _Sealed) -> bytes:
         self.num_pages += 1

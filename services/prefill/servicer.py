@@ -4,6 +4,7 @@ Handlers write to the context instead of yielding: a generator that is dropped m
 release its blocks only when it is collected, a coroutine does so on the spot.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -27,6 +28,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._taken: dict[str, asyncio.Event] = {}  # by transfer: its pages have been read
 
     async def Prefill(  # type: ignore[override]  # the stub knows only generators
         self, request: prefill_pb2.PrefillRequest, context: PrefillContext
@@ -46,6 +48,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         check_compatible(identity, identity_from_proto(request.identity))
         accepted_ns = time.time_ns()
         sequence = worker.engine.submit(engine_request(request), SubmitMode.PREFILL_ONLY)
+        pool = worker.engine.info.shared_pool
+        is_shared = pool is not None and request.shared_pool == pool.pool_id
+        taken = self._taken[request.transfer_id] = asyncio.Event()
         try:
             await context.send_initial_metadata(())
             sender = KvSender(
@@ -56,12 +61,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 worker.traffic,
                 worker.kv_threads,
                 request.num_held_tokens,
+                is_shared=is_shared,
             )
             async with aclosing(sender.messages()) as messages:
                 async for message in messages:
                     await context.write(message)
+            if is_shared:
+                await taken.wait()
         finally:
             sequence.release()
+            if self._taken.get(request.transfer_id) is taken:
+                del self._taken[request.transfer_id]
             self._record_spans(accepted_ns, sequence.timings)
 
     def _record_spans(self, accepted_ns: int, timings: SequenceTimings) -> None:
@@ -73,6 +83,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             span = self._worker.telemetry.tracer.start_span(name, start_time=start_ns)
             start_ns += int(duration_s * 1e9)
             span.end(end_time=start_ns)
+
+    async def Release(
+        self,
+        request: prefill_pb2.ReleaseRequest,
+        context: aio.ServicerContext[prefill_pb2.ReleaseRequest, prefill_pb2.ReleaseReply],
+    ) -> prefill_pb2.ReleaseReply:
+        """Lets a transfer's call end. See prefill.proto."""
+        if (taken := self._taken.get(request.transfer_id)) is not None:
+            taken.set()
+        return prefill_pb2.ReleaseReply()
 
     async def GetInfo(
         self,

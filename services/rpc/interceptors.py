@@ -23,7 +23,7 @@ from services.rpc.droppable_call import DroppableCall
 
 # Streams that last as long as the process, and probes; their spans would say nothing.
 _UNTRACED_SERVICES = ("grpc.health.", "grpc.reflection.")
-_UNTRACED_METHODS = ("WatchLoad",)
+_UNTRACED_METHODS = ("WatchLoad", "GetInfo", "Release")
 
 _W3C = TraceContextTextMapPropagator()
 

@@ -52,7 +52,7 @@ async def running_worker(
     }
     settings = WorkerSettings.model_validate(values)
     telemetry = setup(name, instance="test")
-    engine = create_engine(engine_config(settings), settings.engine.value)
+    engine = create_engine(engine_config(settings, role), settings.engine.value)
     await engine.start()
     server = RpcServer("127.0.0.1:0", (name,), (TracingServerInterceptor(telemetry.tracer),), drain_s=5)
     worker = Worker(settings, engine, telemetry, server.lifecycle, role)

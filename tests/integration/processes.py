@@ -60,6 +60,10 @@ class ServedProcess:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def pid(self) -> int:
+        return self._started().pid
+
+    @property
     def rss_bytes(self) -> int:
         """Resident memory."""
         return int(Path(f"/proc/{self._started().pid}/statm").read_text().split()[1]) * _PAGE_BYTES

@@ -1,0 +1,236 @@
+"""Damage to the messages of a transfer: a typed error, or the KV cache that was sent, never another.
+
+The simulated engine's keys and values follow from token, position and layer, and it compares them at the
+join, so a cache that is wrong anywhere does not go unnoticed.
+"""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.v1 import prefill_pb2
+from services.decode.kv_receiver import KvReceiver
+from services.engine.config import EngineConfig
+from services.engine.errors import InvalidKvPage
+from services.engine.request import SampledToken, SubmitMode
+from services.engine.sim import SimEngine
+from services.engine.sim_model import write_sim_model
+from services.kv.mapped_pool import map_pool
+from services.kv.service import PrefillCall, PrefillClient
+from services.prefill.kv_sender import KvSender
+from services.wire import info_to_proto
+from services.worker import KvTraffic
+from tests.unit.engine.tiny_models import make_request
+
+PROMPT = [number * 7 % 200 + 5 for number in range(150)]
+MAX_PAGE_BYTES = 4096  # 32 tokens of both layers
+TRANSFER = "0" * 32
+Messages = list[bytes]
+Damage = Callable[[Messages, random.Random], Messages]
+
+
+class _Call:
+    """Messages that have been recorded, as a call in progress."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[bytes]:
+        for message in self._messages:
+            yield message
+
+    def cancel(self) -> bool:
+        return True
+
+
+class _Client(PrefillClient):
+    def __init__(self, messages: Messages) -> None:
+        self.pool = None
+        self._messages = messages
+        self.released: list[str] = []
+
+    def prefill(self, request: prefill_pb2.PrefillRequest, timeout: float | None) -> PrefillCall:
+        request.transfer_id = TRANSFER
+        return _Call(self._messages)
+
+    async def release(self, transfer_id: str) -> None:
+        self.released.append(transfer_id)
+
+
+def drop(messages: Messages, rng: random.Random) -> Messages:
+    at = rng.randrange(len(messages))
+    return messages[:at] + messages[at + 1 :]
+
+
+def duplicate(messages: Messages, rng: random.Random) -> Messages:
+    at = rng.randrange(len(messages))
+    return [*messages[: at + 1], messages[at], *messages[at + 1 :]]
+
+
+def reorder(messages: Messages, rng: random.Random) -> Messages:
+    pages, last = messages[:-1], messages[-1]
+    return [*rng.sample(pages, len(pages)), last]
+
+
+def reorder_all(messages: Messages, rng: random.Random) -> Messages:
+    return rng.sample(messages, len(messages))
+
+
+def truncate(messages: Messages, rng: random.Random) -> Messages:
+    at = rng.randrange(len(messages))
+    cut = messages[at][: rng.randrange(len(messages[at]))]
+    return [*messages[:at], cut, *messages[at + 1 :]]
+
+
+def flip(messages: Messages, rng: random.Random) -> Messages:
+    at = rng.randrange(len(messages))
+    damaged = bytearray(messages[at])
+    damaged[rng.randrange(min(len(damaged), rng.choice([120, 10_000])))] ^= 1 << rng.randrange(8)
+    return [*messages[:at], bytes(damaged), *messages[at + 1 :]]
+
+
+def swap_tails(messages: Messages, rng: random.Random) -> Messages:
+    """Two pages with each other's second halves."""
+    one, other = rng.sample(range(len(messages) - 1), 2)
+    first, second = messages[one], messages[other]
+    damaged = list(messages)
+    damaged[one] = first[: len(first) // 2] + second[len(second) // 2 :]
+    damaged[other] = second[: len(second) // 2] + first[len(first) // 2 :]
+    return damaged
+
+
+def cut_off(messages: Messages, rng: random.Random) -> Messages:
+    return messages[: rng.randrange(len(messages))]
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two engines, and what one sends the other of a prompt."""
+
+    source: SimEngine
+    target: SimEngine
+    threads: ThreadPoolExecutor
+
+    async def record(self, *, is_shared: bool) -> tuple[Messages, Callable[[], None]]:
+        """The honest messages, and what ends the transfer at the source."""
+        sequence = self.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
+        sender = KvSender(
+            sequence,
+            self.source.info.identity,
+            TRANSFER,
+            MAX_PAGE_BYTES,
+            KvTraffic(),
+            self.threads,
+            is_shared=is_shared,
+        )
+        messages = [
+            message if isinstance(message, bytes) else message.SerializeToString()
+            async for message in sender.messages()
+        ]
+        return messages, sequence.release
+
+    async def receive(self, messages: Messages, *, is_shared: bool) -> bool:
+        """Whether the transfer was taken for whole; joins then, which looks at every number."""
+        sequence = self.target.submit(make_request(PROMPT, 4), SubmitMode.HANDOFF)
+        try:
+            await sequence.reserved()
+            client = _Client(messages)
+            if is_shared:
+                info = info_to_proto(self.source.info, 1, "source", runs_prompts=True)
+                client.pool = map_pool(info, self.source.info.identity)
+                assert client.pool is not None
+            receiver = KvReceiver(
+                sequence,
+                self.target.info.identity,
+                KvTraffic(),
+                self.threads,
+                lambda message: sequence.accept_first_token(SampledToken(message.token.token_id)),
+            )
+            request = prefill_pb2.PrefillRequest(max_page_bytes=MAX_PAGE_BYTES)
+            try:
+                await receiver.pull(client, request, None)
+            except InvalidKvPage:
+                return False
+            assert client.released == ([TRANSFER] if is_shared else [])
+            sequence.join()
+            return True
+        finally:
+            sequence.release()
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    write_sim_model(tmp_path)
+    config = {"model": tmp_path, "model_name": "sim", "sim_token_ms": 0, "sim_jitter_ms": 0}
+    source = SimEngine(EngineConfig(**config, share_kv=True, block_size=16))  # type: ignore[arg-type]
+    target = SimEngine(EngineConfig(**config, prefix_cache=False, block_size=8))  # type: ignore[arg-type]
+    await source.start()
+    await target.start()
+    with ThreadPoolExecutor(2) as threads:
+        yield Pair(source, target, threads)
+    for engine in (source, target):
+        assert engine.load().blocks_used == 0
+        await engine.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["inline", "shared"])
+@pytest.mark.parametrize(
+    "damage",
+    [drop, duplicate, reorder, reorder_all, truncate, flip, swap_tails, cut_off],
+    ids=lambda d: d.__name__,
+)
+async def test_a_damaged_transfer_is_an_error_or_whole(
+    pair: Pair,
+    damage: Damage,
+    is_shared: bool,  # noqa: FBT001
+) -> None:
+    honest, release = await pair.record(is_shared=is_shared)
+    assert await pair.receive(honest, is_shared=is_shared)
+    outcomes = set()
+    for seed in range(40):
+        outcomes.add(await pair.receive(damage(list(honest), random.Random(seed)), is_shared=is_shared))
+    release()
+    # Pages may come in any order; a flipped bit may be one that says nothing, and tails may be equal.
+    if damage is reorder:
+        assert outcomes == {True}
+    elif damage in (reorder_all, flip, swap_tails):
+        assert False in outcomes
+    else:
+        assert outcomes == {False}
+
+
+async def test_blocks_that_are_used_anew_before_they_are_read_are_noticed(pair: Pair) -> None:
+    """The owner has let go too early: what is read is somebody else's."""
+    honest, release = await pair.record(is_shared=True)
+    for layer in pair.source.cache.layers:
+        layer.keys.add_(1.0)
+    assert not await pair.receive(honest, is_shared=True)
+    release()
+
+
+async def test_a_page_in_shared_memory_that_was_not_asked_for_is_an_error(pair: Pair) -> None:
+    honest, release = await pair.record(is_shared=True)
+    assert not await pair.receive(honest, is_shared=False)
+    release()
+
+
+async def test_a_page_of_nan_is_an_error_however_it_comes(pair: Pair) -> None:
+    for is_shared in (True, False):
+        sequence = pair.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
+        await anext(sequence.events())
+        for layer in pair.source.cache.layers:
+            layer.keys.fill_(torch.nan)
+        sequence.release()
+        honest, release = await pair.record(is_shared=is_shared)
+        for layer in pair.source.cache.layers:
+            layer.keys.fill_(torch.nan)
+        assert not await pair.receive(honest, is_shared=is_shared)
+        release()
