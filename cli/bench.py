@@ -134,6 +134,60 @@ def interference(
         raise CommandError(f"no figures: {error}") from error
 
 
+@app.command()
+def transfer(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face model folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each way is timed, by turns.")] = 15,
+    megabytes: Annotated[
+        int | None, typer.Option(min=1, help="Of KV cache (MiB).", show_default="256")
+    ] = None,
+    page_bytes: Annotated[
+        int | None, typer.Option(min=1024, max=4 * 1024 * 1024, help="Of a page.", show_default="2097152")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt lengths, in tokens.", show_default="256,1024,4096,8000")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A self-check of half a minute; its figures mean nothing.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for transfer.json (every round) and transfer.png.")
+    ] = None,
+) -> None:
+    """KV cache from process to process: GB/s by gRPC and shared memory, and what prompts wait for.
+
+    Takes about five minutes.
+    """
+    import observability.logs
+    from bench.errors import BenchFailed
+    from bench.transfer.run import run
+    from bench.transfer.settings import PAGE_BYTES, Settings
+    from cli.model import ensure_default_model
+
+    _check_model(model)
+    if quick and (prompts or megabytes):
+        raise CommandError("--quick has sizes of its own: leave out --prompts and --megabytes")
+    _check_output(output)
+    try:
+        settings = Settings(
+            model=model.resolve() if model else ensure_default_model(),
+            rounds=rounds,
+            num_bytes=(megabytes or 256) * 1024 * 1024,
+            page_bytes=page_bytes or PAGE_BYTES,
+            prompts=_numbers("--prompts", prompts or "256,1024,4096,8000"),
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    observability.logs.configure("bench")
+    try:
+        run(settings.quick() if quick else settings, output)
+    except BenchFailed as error:
+        raise CommandError(f"no figures: {error}") from error
+
+
 def _check_model(model: Path | None) -> None:
     if model is not None and not (model / "config.json").is_file():
         raise CommandError(f"--model: {model} is not a model folder (no config.json)")

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 0.1
 _LOAD_HEARTBEAT_S = 1.0
-_NUM_KV_THREADS = 1
+NUM_KV_THREADS = 1
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Worker:
     role: "common_pb2.Role.ValueType"
     traffic: KvTraffic = field(default_factory=KvTraffic)
     kv_threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_NUM_KV_THREADS, thread_name_prefix="baton-kv")
+        default_factory=lambda: ThreadPoolExecutor(NUM_KV_THREADS, thread_name_prefix="baton-kv")
     )
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 

@@ -17,8 +17,8 @@ from bench.interference.measure import measure
 from bench.interference.report import sentences, topics
 from bench.interference.result import result, result_line
 from bench.interference.settings import NUM_CORES, Settings
-from bench.interference.workers import running, watched
 from bench.machine import Machine, this_machine
+from bench.workers import running, watched
 
 _LEAST_WIDTH = 150  # columns, where stdout is a file
 

@@ -49,10 +49,11 @@ class PrefillClient:
         call: PrefillCall = self._prefill(request, timeout=timeout)
         return call
 
-    def map_pool(self, identity: ModelIdentity) -> None:
-        """Tries, in the background, to reach the worker's pool; transfers until then carry their pages."""
-        if self.pool is None and self._mapping is None:
+    def map_pool(self, identity: ModelIdentity) -> "asyncio.Task[None]":
+        """Tries once, in the background, to reach the worker's pool; until then pages are in messages."""
+        if self._mapping is None:
             self._mapping = asyncio.create_task(self._map_pool(identity))
+        return self._mapping
 
     def forget_pool(self) -> None:
         """It is not, or no longer, the worker's: somebody else may answer at its address."""
