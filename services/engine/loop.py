@@ -181,9 +181,10 @@ class HfEngine(PagedEngine):
     ) -> list[Delivery]:
         """Moves every sequence of the step on; the lock is held."""
         bad = [chunk.sequence for chunk, token in outcomes if token is NoToken.LOGITS]
+        failing = self._with_equals(bad)
         for sequence in bad:
             self.scheduler.distrust(sequence)
-        deliveries = self._drop_with_equals(bad, NoTokenToChoose(NoToken.LOGITS.value))
+        deliveries = [self._drop(sequence, NoTokenToChoose(NoToken.LOGITS.value)) for sequence in failing]
         for chunk, token in outcomes:
             sequence = chunk.sequence
             if token is NoToken.LOGITS:
@@ -203,15 +204,16 @@ class HfEngine(PagedEngine):
         """Drops the sequences of a step that gave nothing."""
         with self._work:
             self._in_flight = set()
-            return self._drop_with_equals([chunk.sequence for chunk in chunks], failure)
+            failing = self._with_equals([chunk.sequence for chunk in chunks])
+            return [self._drop(sequence, failure) for sequence in failing]
 
-    def _drop_with_equals(self, sequences: list[EngineSequence], failure: EngineError) -> list[Delivery]:
-        """Ends sequences with an error, and those that wait to share all of their context.
+    def _with_equals(self, sequences: list[EngineSequence]) -> list[EngineSequence]:
+        """Sequences that fail, and those that wait to share all of their context.
 
-        These would fail next, one a step: the choices of one bad request would look like a bad engine.
+        These would fail next, one a step: the choices of one bad request would look like a bad engine. To
+        be asked before anything is distrusted or dropped, which leaves nobody to wait for.
         """
-        equals = self.scheduler.equals_of(sequences) if sequences else []
-        return [self._drop(sequence, failure) for sequence in (*sequences, *equals)]
+        return [*sequences, *self.scheduler.equals_of(sequences)] if sequences else []
 
     def _drop(self, sequence: EngineSequence, failure: EngineError) -> Delivery:
         """Ends a sequence with an error; the lock is held."""

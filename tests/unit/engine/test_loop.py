@@ -1,7 +1,7 @@
 """The real engine equals transformers' `generate`, however a reply is computed."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -22,6 +22,7 @@ from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
 from services.engine.request import SampledToken, SubmitMode
 from services.engine.scheduler import ScheduledChunk
+from services.engine.sequence import EngineSequence
 from tests.unit.engine.tiny_models import (
     complete,
     generate,
@@ -359,16 +360,57 @@ async def test_nothing_but_nan_ends_the_engine(llama: Path, spoil: Callable[[lis
         await asyncio.wait_for(engine.failed(), 10)
 
 
+IN_ONE_CHUNK_OR_MANY: list[dict[str, int]] = [{}, {"prefill_chunk": 4, "block_size": 4}]
+
+
+@pytest.mark.parametrize("mode", [SubmitMode.LOCAL, SubmitMode.PREFILL_ONLY])
+@pytest.mark.parametrize("config", IN_ONE_CHUNK_OR_MANY)
 async def test_choices_of_one_request_whose_logits_are_nan_do_not_end_the_engine(
-    llama: Path, spoil: Callable[[list[int], int], None]
+    llama: Path, spoil: Callable[[list[int], int], None], config: dict[str, int], mode: SubmitMode
 ) -> None:
-    spoil(PROMPTS[3], 0)
-    async with running_engine(llama, runner_type=_Spoiled) as engine:
-        choices = [replace(make_request(PROMPTS[3], 4), choice_index=choice) for choice in range(5)]
-        failures = await asyncio.gather(*(complete(engine, c) for c in choices), return_exceptions=True)
+    spoil(PROMPTS[4], 0)
+    async with running_engine(llama, runner_type=_Spoiled, **config) as engine:
+        failures = await asyncio.gather(*_choices(engine, PROMPTS[4], mode), return_exceptions=True)
         assert [type(failure) for failure in failures] == [NoTokenToChoose] * 5
         assert len((await complete(engine, make_request(PROMPTS[1], 4)))[0]) == 4
         assert engine.load().blocks_used == 0
+
+
+class _Raising(ModelRunner):
+    """Cannot compute the last token of one prompt."""
+
+    def forward(self, chunks: Sequence[ScheduledChunk], on_layer: OnLayer | None = None) -> torch.Tensor:
+        prompts = [chunk.sequence.request.prompt_token_ids for chunk in chunks if chunk.samples]
+        if tuple(PROMPTS[4]) in prompts:
+            raise RuntimeError("scripted")
+        return super().forward(chunks, on_layer)
+
+
+@pytest.mark.parametrize("mode", [SubmitMode.LOCAL, SubmitMode.PREFILL_ONLY])
+@pytest.mark.parametrize("config", IN_ONE_CHUNK_OR_MANY)
+async def test_choices_of_one_request_that_cannot_be_computed_do_not_end_the_engine(
+    llama: Path, config: dict[str, int], mode: SubmitMode
+) -> None:
+    async with running_engine(llama, runner_type=_Raising, **config) as engine:
+        failures = await asyncio.gather(*_choices(engine, PROMPTS[4], mode), return_exceptions=True)
+        assert [type(failure) for failure in failures] == [EngineStopped] * 5
+        assert len((await complete(engine, make_request(PROMPTS[1], 4)))[0]) == 4
+        assert engine.load().blocks_used == 0
+
+
+def _choices(engine: HfEngine, prompt: list[int], mode: SubmitMode) -> list[Awaitable[None]]:
+    """Five of one prompt, all submitted before the first step; to be read to their ends."""
+
+    async def drain(sequence: EngineSequence) -> None:
+        try:
+            async for _ in sequence.events():
+                pass
+        finally:
+            sequence.release()
+
+    with engine.lock():
+        requests = [replace(make_request(prompt, 4), choice_index=choice) for choice in range(5)]
+        return [drain(engine.submit(request, mode)) for request in requests]
 
 
 async def test_who_shares_only_the_beginning_with_a_sequence_that_fails_goes_on(
