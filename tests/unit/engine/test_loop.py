@@ -413,13 +413,14 @@ def _choices(engine: HfEngine, prompt: list[int], mode: SubmitMode) -> list[Awai
         return [drain(engine.submit(request, mode)) for request in requests]
 
 
+@pytest.mark.parametrize("config", [{}, {"prefill_chunk": 70}], ids=["still waiting", "let in meanwhile"])
 async def test_who_shares_only_the_beginning_with_a_sequence_that_fails_goes_on(
-    llama: Path, spoil: Callable[[list[int], int], None]
+    llama: Path, spoil: Callable[[list[int], int], None], config: dict[str, int]
 ) -> None:
     prompt, other = PROMPTS[4], [*PROMPTS[4][:40], 5, 6, 7]
     (expected,) = generate(llama, [other], NUM_TOKENS)
     spoil(prompt, 60)
-    async with running_engine(llama, runner_type=_Spoiled, prefill_chunk=70, block_size=8) as engine:
+    async with running_engine(llama, runner_type=_Spoiled, block_size=8, **config) as engine:
         with engine.lock():  # both come before the first step
             replies = [
                 engine.submit(make_request(each, NUM_TOKENS), SubmitMode.LOCAL) for each in (prompt, other)
