@@ -145,6 +145,8 @@ class IncrementalDecoder:
     def _take_oldest(self) -> TextGenerated | None:
         """The pending groups up to a border between characters, but the last few."""
         num_whole, text = self._whole()
+        if not text:
+            return None  # tokens that add none, however many: no border to look for among them
         for count in range(num_whole - _MOST_HALF - 1, 0, -1):
             first, rest = self._decode(self._pending[:count]), self._decode(self._pending[count:num_whole])
             if first and first + rest == text:

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from services.engine.detokenizer import TextStream
 from services.engine.request import SampledToken, SamplingParams, TextGenerated
@@ -167,6 +167,17 @@ def test_tokens_without_text_are_not_searched_for_a_place_to_cut(kind: str) -> N
     assert sum(map(len, tokenizer.decoded)) < 10, "the same was found out again and again"
     TextStream(cast(Tokenizer, tokenizer), SamplingParams(ignore_eos=True, stop=("ab",)), [end] * 2000)
     assert sum(map(len, tokenizer.decoded)) < 20
+
+
+def test_tokens_that_add_no_text_to_others_are_not_searched_for_a_place_to_cut() -> None:
+    """WordPiece's bare continuation mark has text at the beginning, and none behind other tokens."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##": 2, "##b": 3}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    recorder = RecordingTokenizer(tokenizer)
+    ids = [1, *([2] * 400), 3]
+    shown = [each for each in rest_of(TextStream(cast(Tokenizer, recorder), SamplingParams()), ids) if each]
+    assert "".join(each.text for each in shown if isinstance(each, TextGenerated)) == "ab"
+    assert sum(map(len, recorder.decoded)) < len(ids) ** 2, "more than what is pending, once for each token"
 
 
 @pytest.mark.parametrize("kind", KINDS)
