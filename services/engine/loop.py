@@ -141,6 +141,7 @@ class HfEngine(PagedEngine):
     def _next_chunks(self, clock: StepClock) -> list[ScheduledChunk]:
         """What the next step runs; waits until there is something, or the engine is to stop."""
         with self._work:
+            self.scheduler.make_way()
             if admitted := self.scheduler.admit():
                 self._on_loop(partial(self._announce, admitted))
             while not self._stopping and not self.scheduler.has_runnable:

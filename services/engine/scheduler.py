@@ -1,8 +1,9 @@
 """Which sequences hold blocks, and which tokens the next step runs.
 
 Invariants:
-- a sequence ahead of another is never preempted for it, so the first one that runs makes progress, unless
-  it is reservations that have what it needs: it waits for these, and they are filled or given up;
+- a sequence is never preempted for one of lower priority or that came later, so the first one makes
+  progress, unless it is reservations that have what it needs: it waits for these, and they are filled or
+  given up;
 - reservations together take at most half the pool, or there is only one;
 - a preempted sequence re-enters before new ones; its tokens stand and are computed again;
 - a block that a sequence writes to is its own: what the prefix cache gives is shared whole or copied.
@@ -72,7 +73,7 @@ class Scheduler:
         self._max_batched_tokens = max_batched_tokens
         self._prefill_chunk = prefill_chunk
         self._waiting: list[EngineSequence] = []  # best first
-        self._admitted: list[EngineSequence] = []  # every sequence with blocks, best first
+        self._admitted: list[EngineSequence] = []  # every sequence with blocks, first those that came first
 
     @property
     def num_running(self) -> int:
@@ -109,9 +110,32 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._take_blocks(sequence, match)
             sequence.state = SequenceState.RUNNING if sequence.computes_locally else SequenceState.RESERVED
-            insort(self._admitted, sequence, key=_rank)
+            insort(self._admitted, sequence, key=_seniority)
             admitted.append(sequence)
         return admitted
+
+    def make_way(self) -> None:
+        """Preempts for the first in line, if it had to give way itself, those behind it that keep it out.
+
+        It gave way to reservations. When these have been filled they run, and it, which came before them,
+        can take no blocks from anybody while it waits. Not in the middle of a step, which writes to blocks.
+        """
+        for sequence, match in self._in_line(tuple(self._waiting)):
+            if self._prefixes.is_coming(match, sequence):
+                continue
+            if sequence.was_preempted:
+                self._make_way(sequence, match)
+            return
+
+    def _make_way(self, sequence: EngineSequence, match: PrefixMatch) -> None:
+        behind = [s for s in self._admitted if s.is_preemptible and _seniority(s) > _seniority(sequence)]
+        rest = [s for s in self._admitted if s not in behind]
+        kept = {block for other in rest for block in other.block_table}.union(match.blocks)
+        fresh = self._blocks_at_admission(sequence) - len(match.blocks)
+        if len(rest) >= self._max_num_seqs or len(kept) + fresh > self.blocks.num_blocks:
+            return  # they would give way for nothing
+        while not self._fits(sequence, match):
+            self._preempt(behind.pop())
 
     def _in_line(self, waiting: Iterable[EngineSequence]) -> Iterator[tuple[EngineSequence, PrefixMatch]]:
         """Those who do not wait for others' reservations, and what the cache holds for each.
@@ -259,7 +283,12 @@ class Scheduler:
         return min(needed + 1, blocks_for(sequence.most_tokens, self._block_size))
 
 
+def _seniority(sequence: EngineSequence) -> tuple[int, int]:
+    return (-sequence.request.priority, sequence.arrival)
+
+
 def _rank(sequence: EngineSequence) -> tuple[int, bool, int]:
+    """In the queue: whoever had blocks comes before those that had none."""
     return (-sequence.request.priority, not sequence.was_preempted, sequence.arrival)
 
 

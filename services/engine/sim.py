@@ -96,6 +96,11 @@ class SimEngine(PagedEngine):
         self._runs.pop(sequence, None)
         super()._remove(sequence)
 
+    def _admit(self) -> None:
+        with self._lock:
+            self.scheduler.make_way()  # nothing is ever in the middle of a step here
+        super()._admit()
+
     def _schedule(self, run: _Run) -> None:
         """Sets the timer for the next chunk of the prompt or the next token."""
         assert self._loop is not None

@@ -82,6 +82,7 @@ class Bench:
 
     def step(self) -> list[tuple[str, int, int]]:
         """Admits, runs one step; what was run, by request ID."""
+        self.scheduler.make_way()
         self.scheduler.admit()
         chunks = self.scheduler.schedule()
         done = [(c.sequence.request.request_id, c.start, c.end) for c in chunks]

@@ -25,6 +25,7 @@ from services.engine.scheduler import ScheduledChunk
 from services.engine.sequence import EngineSequence
 from tests.unit.engine.tiny_models import (
     complete,
+    end_in_order_of_arrival,
     generate,
     hand_over,
     make_request,
@@ -35,6 +36,7 @@ from tests.unit.engine.tiny_models import (
 from tests.waiting import eventually
 
 NUM_TOKENS = 24
+BLOCK_BYTES = 2 * 3 * 2 * 8 * 4 * 4  # of 4 tokens
 PROMPTS = [[(11 * i + 5 * n) % 900 + 3 for i in range(n)] for n in (1, 7, 16, 33, 90)]
 
 
@@ -54,12 +56,21 @@ async def test_block_size_changes_nothing(llama: Path, block_size: int) -> None:
 async def test_preemption_changes_nothing(llama: Path) -> None:
     prompts = [[(3 * i + n) % 900 + 3 for i in range(20)] for n in range(6)]
     expected = generate(llama, prompts, NUM_TOKENS)
-    block_bytes = 2 * 3 * 2 * 8 * 4 * 4
-    async with running_engine(llama, block_size=4, kv_memory_bytes=30 * block_bytes) as engine:
+    async with running_engine(llama, block_size=4, kv_memory_bytes=30 * BLOCK_BYTES) as engine:
         replies = await asyncio.gather(*(complete(engine, make_request(p, NUM_TOKENS)) for p in prompts))
         assert [tokens for tokens, _ in replies] == expected
         assert engine.load().tokens_recomputed > 0, "the pool was large enough for all"
         assert engine.load().blocks_used == 0
+
+
+async def test_who_gave_way_to_a_reservation_ends_before_it(llama: Path) -> None:
+    async with (
+        running_engine(llama) as source,
+        running_engine(llama, block_size=4, kv_memory_bytes=8 * BLOCK_BYTES) as engine,
+    ):
+        replies = await end_in_order_of_arrival(engine, source)
+    first, later = generate(llama, [range(3, 7)], 24), generate(llama, [range(50, 62)], 12)
+    assert replies == [*first, *later]
 
 
 async def test_choices_share_the_prompt_and_equal_those_computed_alone(llama: Path) -> None:
@@ -299,7 +310,6 @@ class _Spoiled(ModelRunner):
         return logits
 
 
-BLOCK_BYTES = 2 * 3 * 2 * 8 * 4 * 4  # of 4 tokens
 SPOILED = [[(7 * i + 13 * n) % 900 + 3 for i in range(21)] for n in range(4)]
 
 

@@ -121,6 +121,67 @@ def test_who_outgrows_what_reservations_leave_waits_for_them_and_goes_on() -> No
     assert bench.step() == [("2", 16, 17)], "what it had computed was in the cache"
 
 
+def test_who_gave_way_to_a_reservation_goes_before_it_once_it_has_joined() -> None:
+    bench = Bench(num_blocks=8)
+    first, later = bench.add(4, max_tokens=24), bench.add(12, HANDOFF, max_tokens=12)
+    while not first.was_preempted:
+        assert bench.step() or first.was_preempted, "no progress"
+    assert bench.step() == []
+    _deliver(later)
+    assert bench.step() == [("1", 16, 17)], "it waits for the reply that came after it"
+    while first.state is not SequenceState.ENDED:
+        assert bench.step(), "no progress"
+    assert bench.step()[0][0] == "2"
+
+
+def test_nobody_gives_way_to_one_that_it_does_not_help() -> None:
+    bench = Bench(num_blocks=12)
+    first = bench.add(4, max_tokens=30)
+    large, small = bench.add(20, HANDOFF, max_tokens=1), bench.add(1, HANDOFF, max_tokens=4)
+    while not first.was_preempted:
+        assert bench.step() or first.was_preempted, "no progress"
+    _deliver(small)
+    while small.state is not SequenceState.ENDED:
+        assert [request_id for request_id, _, _ in bench.step()] == ["3"]
+    large.release()
+    assert bench.step()[0][0] == "1"
+
+
+def test_a_new_one_of_higher_priority_takes_nobodys_blocks() -> None:
+    bench = Bench(num_blocks=4)
+    running = bench.add(8, max_tokens=5)
+    bench.step()
+    bench.add(8, priority=1, max_tokens=1)
+    assert bench.step() == [("1", 8, 9)]
+    assert not running.was_preempted
+
+
+def test_who_lacks_only_a_place_in_the_batch_waits_for_one() -> None:
+    bench = Bench(num_blocks=8, max_num_seqs=2)
+    first, reserved = bench.add(4, max_tokens=24), bench.add(14, HANDOFF, max_tokens=1)
+    while not first.was_preempted:
+        assert bench.step() or first.was_preempted, "no progress"
+    urgent = [bench.add(1, priority=1, max_tokens=4) for _ in range(2)]
+    bench.step()
+    reserved.release()
+    assert [request_id for request_id, _, _ in bench.step()] == ["3", "4"]
+    while urgent[0].state is not SequenceState.ENDED:
+        bench.step()
+    assert "1" in [request_id for request_id, _, _ in bench.step()]
+
+
+def test_who_came_back_is_still_the_first_to_give_way() -> None:
+    bench = Bench(num_blocks=8)
+    first, second = bench.add(4, max_tokens=16), bench.add(4, max_tokens=16)
+    reserved = bench.add(14, HANDOFF, max_tokens=1)
+    while not second.was_preempted:
+        assert bench.step(), "no progress"
+    reserved.release()
+    while second.state is not SequenceState.ENDED:
+        assert bench.step(), "no progress"
+    assert not first.was_preempted
+
+
 def test_a_full_queue_of_those_that_wait_for_reservations_takes_who_fits() -> None:
     bench = Bench(num_blocks=16, max_queue_len=1)
     bench.add(20, HANDOFF)

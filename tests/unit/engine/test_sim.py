@@ -12,7 +12,7 @@ from services.engine.request import FirstTokenSampled, KvComputed, SampledToken,
 from services.engine.sequence import SequenceState
 from services.engine.sim import REPLY_LENGTH, SimEngine
 from services.engine.sim_model import REPLY_TEXT, write_sim_model
-from tests.unit.engine.tiny_models import complete, make_request
+from tests.unit.engine.tiny_models import complete, end_in_order_of_arrival, make_request
 from tests.waiting import eventually
 
 PROMPT = list(range(40))
@@ -85,6 +85,17 @@ async def test_a_join_makes_room_for_the_next_reservation(tmp_path: Path) -> Non
     async with asyncio.timeout(5):
         await second.reserved()
     await engine.close()
+
+
+async def test_who_gave_way_to_a_reservation_ends_before_it(engine: SimEngine, tmp_path: Path) -> None:
+    config = EngineConfig(
+        model=tmp_path, model_name="sim", block_size=4, kv_memory_bytes=8 * 4 * 128, sim_token_ms=0.2
+    )
+    small = SimEngine(config)
+    await small.start()
+    replies = await end_in_order_of_arrival(small, engine)
+    assert [len(tokens) for tokens in replies] == [24, 12]
+    await small.close()
 
 
 async def test_choices_start_together_once_one_has_computed_their_prompt(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Small models with random weights, saved as real folders, and ways to run them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from services.engine import interface
 from services.engine.config import EngineConfig
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
+from services.engine.paged_engine import PagedEngine
 from services.engine.request import (
     EngineRequest,
     FirstTokenSampled,
@@ -23,6 +25,7 @@ from services.engine.request import (
 )
 from services.engine.sequence import EngineSequence
 from services.engine.sim_model import make_tokenizer
+from tests.waiting import eventually
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 48,
@@ -142,7 +145,7 @@ async def read_out(sequence: interface.Sequence) -> tuple[list[int], str]:
         sequence.release()
 
 
-async def hand_over(source: HfEngine, target: HfEngine, sequence: EngineSequence) -> None:
+async def hand_over(source: PagedEngine, target: PagedEngine, sequence: EngineSequence) -> None:
     """What prefill and decode do, without the wire: pages in odd pieces, layers apart."""
     reading = source.submit(sequence.request, SubmitMode.PREFILL_ONLY)
     try:
@@ -159,3 +162,26 @@ async def hand_over(source: HfEngine, target: HfEngine, sequence: EngineSequence
         sequence.join()
     finally:
         reading.release()
+
+
+async def end_in_order_of_arrival(engine: PagedEngine, source: PagedEngine) -> list[list[int]]:
+    """A reply gives way to a later one's reservation, and ends before it; tokens of both.
+
+    Args:
+        engine: its pool has 8 blocks of 4 tokens.
+    """
+    with engine.lock():
+        first = engine.submit(make_request(range(3, 7), 24), SubmitMode.LOCAL)
+        later = engine.submit(make_request(range(50, 62), 12), SubmitMode.HANDOFF)
+    await eventually(lambda: first.was_preempted)
+    await hand_over(source, engine, later)
+    ended: list[EngineSequence] = []
+
+    async def read(sequence: EngineSequence) -> list[int]:
+        tokens, _ = await read_out(sequence)
+        ended.append(sequence)
+        return tokens
+
+    replies = await asyncio.gather(read(first), read(later))
+    assert ended == [first, later]
+    return replies
