@@ -4,7 +4,8 @@ Invariants:
 - a sequence is never preempted for one of lower priority or that came later, so the first one makes
   progress, unless it is reservations that have what it needs: it waits for these, and they are filled or
   given up;
-- reservations together take at most half the pool, or there is only one;
+- reservations together take at most half the pool, or there is only one, which leaves those that run
+  already what they can still come to need: it waits, and who comes later waits behind it, until it does;
 - a preempted sequence re-enters before new ones; its tokens stand and are computed again;
 - a block that a sequence writes to is its own: what the prefix cache gives is shared whole or copied.
 
@@ -252,7 +253,10 @@ class Scheduler:
     def _fits(self, sequence: EngineSequence, match: PrefixMatch) -> bool:
         if len(self._admitted) >= self._max_num_seqs:
             return False
-        fresh = self._blocks_at_admission(sequence) - len(match.blocks)
+        needed = self._blocks_at_admission(sequence)
+        fresh = needed - len(match.blocks)
+        if not sequence.computes_locally and needed > self.blocks.num_blocks // 2:
+            fresh += sum(self._most_blocks(other) - len(other.block_table) for other in self._running())
         return self.blocks.can_allocate(fresh, sharing=match.blocks)
 
     def _may_reserve(self, sequence: EngineSequence) -> bool:
@@ -280,7 +284,10 @@ class Scheduler:
         needed = blocks_for(sequence.num_tokens, self._block_size)
         if sequence.mode is SubmitMode.PREFILL_ONLY:
             return needed
-        return min(needed + 1, blocks_for(sequence.most_tokens, self._block_size))
+        return min(needed + 1, self._most_blocks(sequence))
+
+    def _most_blocks(self, sequence: EngineSequence) -> int:
+        return blocks_for(sequence.most_tokens, self._block_size)
 
 
 def _seniority(sequence: EngineSequence) -> tuple[int, int]:

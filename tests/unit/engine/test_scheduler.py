@@ -110,6 +110,25 @@ def test_a_reservation_above_half_the_pool_is_the_only_one_and_holds_up_nobody_w
     assert later.state is SequenceState.RESERVED
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "meanwhile"), [(164, SequenceState.RESERVED), (165, SequenceState.WAITING)]
+)
+def test_a_reservation_above_half_the_pool_leaves_those_that_run_what_they_can_come_to_need(
+    num_tokens: int, meanwhile: SequenceState
+) -> None:
+    """Its pages may never come. That new ones keep coming does not keep it out."""
+    bench = Bench(num_blocks=64, max_queue_len=100)
+    running = bench.add(30, max_tokens=60)  # 23 blocks in the end
+    bench.step()
+    large = bench.add(num_tokens, HANDOFF, max_tokens=1)
+    while running.state is not SequenceState.ENDED:
+        bench.add(4, max_tokens=1)
+        assert "1" in [request_id for request_id, _, _ in bench.step()], "it gave way"
+        assert large.state is meanwhile
+    bench.step()
+    assert large.state is SequenceState.RESERVED
+
+
 def test_who_outgrows_what_reservations_leave_waits_for_them_and_goes_on() -> None:
     bench = Bench(num_blocks=8)
     reserved = bench.add(14, HANDOFF, max_tokens=1)
@@ -405,6 +424,8 @@ def _check_blocks(bench: Bench, live: list[EngineSequence]) -> None:
     """Every held block is counted; one that a sequence has yet to write to is its own."""
     held = [block for sequence in live for block in sequence.block_table]
     assert len(set(held)) == bench.scheduler.blocks.num_used
+    reserved = [len(sequence.block_table) for sequence in live if sequence.state is SequenceState.RESERVED]
+    assert len(reserved) <= 1 or sum(reserved) <= bench.scheduler.blocks.num_blocks // 2
     for sequence in live:
         num_kept = sequence.num_held_tokens if sequence.awaits_kv else sequence.num_computed_tokens
         for block in sequence.block_table[num_kept // 4 :]:
