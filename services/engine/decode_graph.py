@@ -14,7 +14,7 @@ from services.engine.attention import AttentionGroup, AttentionStep
 from services.engine.block_manager import blocks_for
 from services.engine.graph_model import Forward
 from services.engine.kv_cache import KvCache
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.varlen import VarlenKernel, VarlenQueries
 
 Replay = Callable[[], torch.Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from services.engine.kv_cache import KvLayout
 from services.engine.request import KvComputed, SubmitMode
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence
 
 _LEAST_BYTES = 1024 * 1024  # of a sequence's keys and values: about a page

@@ -21,7 +21,7 @@ from services.engine.model_runner import ModelRunner
 from services.engine.paged_engine import PagedEngine
 from services.engine.request import NoToken, SampledToken, SequenceEvent
 from services.engine.sampler import Sampler, SampleRow
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence, SequenceState
 from services.engine.step_times import StepClock, StepTimes
 

@@ -21,7 +21,7 @@ from services.engine.model_loading import check_config, eos_token_ids, load_mode
 from services.engine.model_preparation import prepare
 from services.engine.placement import resolve
 from services.engine.precision import Precision
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.varlen import VarlenKernel, varlen_kernel
 
 

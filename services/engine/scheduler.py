@@ -14,34 +14,14 @@ Knows counts of tokens and blocks, neither tensors nor text.
 
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from services.engine.block_manager import BlockManager, blocks_for
 from services.engine.errors import QueueFull
 from services.engine.prefix_cache import PrefixCache, PrefixMatch
 from services.engine.request import SubmitMode
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence, SequenceState
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Positions [start, end) of one sequence in one step.
-
-    Attributes:
-        samples: they end with its last token, as it was when the step was planned.
-    """
-
-    sequence: EngineSequence
-    start: int
-    end: int
-    samples: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", self.end == self.sequence.num_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.end - self.start
 
 
 class Scheduler:

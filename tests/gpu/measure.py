@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from services.engine.device import Device
 from services.engine.kv_cache import KvCache
 from services.engine.model_runner import ModelRunner
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 
 BATCHES = (1, 16, 64, 256)
 _REPEATS = 10

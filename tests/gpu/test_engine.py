@@ -13,7 +13,7 @@ from services.engine.decode_graph import CudaCapture, DecodeGraphs
 from services.engine.device import Device
 from services.engine.kv_cache import KvCache
 from services.engine.model_runner import ModelRunner
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.varlen import varlen_kernel
 from tests.unit.engine.tiny_models import complete, make_request, running_engine, save_model
 

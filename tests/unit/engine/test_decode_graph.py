@@ -14,7 +14,7 @@ from services.engine.errors import UnsupportedModel
 from services.engine.kv_cache import KvCache
 from services.engine.model_runner import ModelRunner
 from services.engine.placement import resolve
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.varlen import VarlenKernel, varlen_kernel
 from tests.unit.engine.plain_varlen import plain_varlen
 from tests.unit.engine.tiny_models import save_model

@@ -15,7 +15,7 @@ from services.engine.kv_cache import KvLayout
 from services.engine.layer_report import LayerReport
 from services.engine.model_runner import ModelRunner
 from services.engine.request import FirstTokenSampled, KvComputed, SubmitMode
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from tests.unit.engine.tiny_models import complete, hand_over, make_request, running_engine, save_model
 
 NUM_LAYERS = 3

@@ -21,7 +21,7 @@ from services.engine.errors import (
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
 from services.engine.request import SampledToken, SubmitMode
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence
 from tests.unit.engine.tiny_models import (
     complete,

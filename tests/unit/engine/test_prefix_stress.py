@@ -20,7 +20,7 @@ from services.engine.request import (
     SequenceFinished,
     SubmitMode,
 )
-from services.engine.scheduler import ScheduledChunk
+from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence
 from tests.unit.engine.tiny_models import complete, make_request, running_engine, save_model
 from tests.waiting import eventually
