@@ -19,22 +19,16 @@ from services.engine.errors import EngineError, EngineStopped, InvalidRequest, N
 from services.engine.layer_report import LayerReport
 from services.engine.model_runner import ModelRunner
 from services.engine.paged_engine import PagedEngine
-from services.engine.request import NoToken, SampledToken, SequenceEvent
+from services.engine.request import NoToken, SequenceEvent
 from services.engine.sampler import Sampler, SampleRow
 from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.step_outcome import Outcome, count_failed
 from services.engine.step_times import StepClock, StepTimes
 
 log = structlog.get_logger()
 
 _MAX_FAILED_STEPS = 3  # in a row; one bad batch is that batch's fault, three are the engine's
-
-
-class Outcome(NamedTuple):
-    """What a step gave one of its chunks."""
-
-    chunk: ScheduledChunk
-    token: SampledToken | NoToken | None  # None if it does not sample
 
 
 class Delivery(NamedTuple):
@@ -129,7 +123,7 @@ class HfEngine(PagedEngine):
                 num_failed += 1
                 self._hand_over(self._abandon(chunks, EngineStopped(f"a step failed: {error}")))
                 continue
-            num_failed = _count_failed(num_failed, outcomes)
+            num_failed = count_failed(num_failed, outcomes)
             detokenized_s = _detokenized_s(chunks)
             with self._work:
                 self._in_flight = set()
@@ -245,18 +239,6 @@ class HfEngine(PagedEngine):
     def _fail(self) -> None:
         self._stop("the engine has failed: see the worker's log")
         self._has_failed.set()
-
-
-def _count_failed(num_failed: int, outcomes: Sequence[Outcome]) -> int:
-    """Failed steps in a row, of those that sampled, after one that gave these outcomes.
-
-    One sequence whose logits are no numbers may be at fault itself. Where there are no others, it may be the
-    weights: such a step has failed. One that sampled nothing says nothing about the engine.
-    """
-    tokens = [outcome.token for outcome in outcomes if outcome.token is not None]
-    if not tokens:
-        return num_failed
-    return num_failed + 1 if all(token is NoToken.LOGITS for token in tokens) else 0
 
 
 def _detokenized_s(chunks: Sequence[ScheduledChunk]) -> float:
