@@ -174,7 +174,7 @@ class IncrementalDecoder:
     def _is_textless(self, token_id: int) -> bool:
         """Whether it has no text anywhere: a control token, or one that the tokenizer does not know.
 
-        A lone space at the beginning of a text may have none there.
+        A lone space may have none at the beginning of a text. Two have, as far as decoders strip one blank.
         """
         if not self._decode_ids([token_id, token_id]):
             self._textless_ids.add(token_id)

@@ -2,8 +2,8 @@
 
 Invariants:
 - a sequence is never preempted for one of lower priority or that came later, so the first one makes
-  progress, unless it is reservations that have what it needs: it waits for these, and they are filled or
-  given up;
+  progress, unless what it needs is reserved, or holds pages on their way out of a prefill: it waits for
+  these, and they are filled, sent or given up;
 - reservations together take at most half the pool, or there is only one, which leaves those that run
   already what they can still come to need: it waits, and who comes later waits behind it, until it does;
 - a preempted sequence re-enters before new ones; its tokens stand and are computed again;
@@ -132,11 +132,15 @@ class Scheduler:
                 yield sequence, self._find_prefix(sequence)
 
     def equals_of(self, authors: Collection[EngineSequence]) -> list[EngineSequence]:
-        """Those who wait until one of the authors has computed the whole context that is theirs too."""
+        """Those who wait until one of the authors has computed the whole context that is theirs too.
+
+        But for who had computed it before it was preempted: it has seen that nothing is wrong with it.
+        """
         return [
             sequence
             for sequence in self._waiting
-            if (author := self._prefixes.awaited(self._find_prefix(sequence), sequence)) in authors
+            if sequence.num_once_computed_tokens < sequence.request.num_context_tokens
+            and (author := self._prefixes.awaited(self._find_prefix(sequence), sequence)) in authors
             and author is not None
             and author.request.context == sequence.request.context
         ]

@@ -36,6 +36,21 @@ def test_blocks_that_may_hold_nan_are_found_by_nobody() -> None:
     assert bench.step() == [("2", 0, 8)], "its prefix was taken from the cache"
 
 
+def test_who_had_computed_its_context_before_it_was_preempted_fails_with_nobody() -> None:
+    bench = Bench(num_blocks=8)
+    prompt = range(500, 508)
+    preempted = bench.add(0, prompt=prompt)
+    bench.step()
+    everything = bench.add(16, priority=1, max_tokens=17)
+    while everything.state is not SequenceState.ENDED:
+        bench.step()
+    assert preempted.state is SequenceState.WAITING
+    author, new = bench.add(0, prompt=prompt, priority=1), bench.add(0, prompt=prompt)
+    bench.scheduler.admit()
+    assert preempted.state is SequenceState.WAITING, "it waits for nobody"
+    assert bench.scheduler.equals_of([author]) == [new]
+
+
 def test_a_block_that_an_import_fills_only_in_part_is_cleared() -> None:
     bench = Bench(num_blocks=16)
     part, whole = bench.add(6, HANDOFF), bench.add(8, HANDOFF)
