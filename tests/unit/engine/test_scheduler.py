@@ -90,6 +90,25 @@ def test_the_queue_is_bounded() -> None:
         bench.add(4)
 
 
+def test_a_full_queue_takes_who_goes_before_those_in_it() -> None:
+    bench = Bench(num_blocks=8, max_queue_len=1)
+    bench.add(4, max_tokens=12)
+    bench.scheduler.admit()
+    bench.add(24)
+    urgent = bench.add(4, priority=1)
+    bench.scheduler.admit()
+    assert urgent.state is SequenceState.RUNNING
+
+
+def test_a_full_queue_takes_nobody_behind_one_that_does_not_fit() -> None:
+    bench = Bench(num_blocks=8, max_queue_len=1)
+    bench.add(4, max_tokens=12)
+    bench.scheduler.admit()
+    bench.add(24)
+    with pytest.raises(QueueFull):
+        bench.add(4, max_tokens=1)
+
+
 def test_a_queue_of_length_zero_still_lets_in_what_fits() -> None:
     bench = Bench(max_num_seqs=1, max_queue_len=0)
     bench.add(4)
@@ -104,6 +123,13 @@ def test_reservations_take_at_most_half_the_pool() -> None:
     bench.scheduler.admit()
     states = [sequence.state for sequence in sequences]
     assert states == [SequenceState.RESERVED, SequenceState.RESERVED, SequenceState.WAITING]
+
+
+def test_the_half_is_not_exceeded_by_one_block() -> None:
+    bench = Bench(num_blocks=8)
+    sequences = [bench.add(4, HANDOFF, max_tokens=1) for _ in range(6)]
+    bench.scheduler.admit()
+    assert [sequence.awaits_kv for sequence in sequences] == [True] * 4 + [False] * 2
 
 
 def test_a_reservation_above_half_the_pool_is_the_only_one_and_holds_up_nobody_who_computes_here() -> None:
@@ -226,6 +252,8 @@ def test_a_full_queue_of_those_that_wait_for_reservations_takes_who_fits() -> No
     assert here.state is SequenceState.RUNNING
     with pytest.raises(QueueFull):
         bench.add(3, HANDOFF)
+    with pytest.raises(QueueFull):
+        bench.add(40)
 
 
 def test_who_waits_to_reserve_blocks_holds_up_nobody_who_computes_here() -> None:

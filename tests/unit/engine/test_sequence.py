@@ -99,3 +99,10 @@ def test_a_stop_string_that_may_have_begun_is_held_over_the_step() -> None:
     assert (named(events), text(events)) == ([A], " a")
     events = take(sequence, [IS, RACE])
     assert (named(events), text(events)) == ([RELAY, IS, RACE], " relay is race")
+
+
+def test_a_sequence_that_is_to_be_computed_here_takes_no_first_token_in_the_queue_either() -> None:
+    sequence = Bench().add(4)
+    assert sequence.state is SequenceState.WAITING
+    with pytest.raises(ValueError, match="computed here"):
+        sequence.accept_first_token(SampledToken(A))
