@@ -122,6 +122,31 @@ def test_a_cut_behind_a_run_that_was_given_out_in_parts(kind: str, num_broken: i
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_textless", range(1, 5))
+def test_a_cut_behind_tokens_without_text(kind: str, num_textless: int) -> None:
+    """The continuation does not name them again, but they count for the context's period like all others."""
+    word = words_of(KINDS[kind])[0]
+    end = 10**6
+    prior, rest = [*[word] * 8, *[end] * num_textless], [word] * 12
+    whole, some = (RecordingTokenizer(KINDS[kind]) for _ in range(2))
+    undisturbed = TextStream(cast(Tokenizer, whole), SamplingParams())
+    for token_id in prior:
+        undisturbed.push(SampledToken(token_id))
+    continued = TextStream(cast(Tokenizer, some), SamplingParams(), prior)
+    whole.decoded, some.decoded = [], []
+    _, *outputs = rest_of(undisturbed, rest)
+    first, *others = rest_of(continued, rest)
+    assert isinstance(first, TextGenerated)
+    assert [token.token_id for token in first.tokens] == [word]
+    assert others == outputs
+    decoded, expected = (
+        [[token_id for token_id in ids if token_id != end] for ids in recorder.decoded_for_text()]
+        for recorder in (some, whole)
+    )
+    assert decoded == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stops", [(), ("a stop string of thirty letters",)], ids=["no stop", "stop"])
 @pytest.mark.parametrize("spelled", ["", "é🏃走"], ids=["plain", "bytes"])
 def test_what_a_replay_costs_does_not_grow_with_the_reply(
