@@ -24,6 +24,7 @@ from gateway.settings import GatewaySettings
 from gateway.tokenizer import ChatTokenizer
 from observability import logs
 from observability.telemetry import setup
+from services.rpc.channel import Pings
 from services.rpc.interceptors import tracing_client_interceptors
 
 log = structlog.get_logger()
@@ -47,6 +48,7 @@ def build(settings: GatewaySettings, api_keys: ApiKeys, tokenizer: ChatTokenizer
         affinity=settings.affinity,
         discovery_s=settings.discovery_s,
         on_pick=telemetry.metrics.pick,
+        pings=Pings(settings.ping_s, settings.ping_timeout_s),
     )
     telemetry.metrics.watch_workers(lambda: router.worker_states)
     generations = Generations(

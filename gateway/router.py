@@ -31,6 +31,7 @@ from gateway.routing.pool import WorkerPool
 from gateway.signals import Pulse
 from gateway.worker_watch import WorkerWatch, decode_watch, prefill_watch
 from observability.metrics import WorkerState
+from services.rpc.channel import DEFAULT_PINGS, Pings
 
 _MOST_PREFILL_TARGETS = 8  # in one request; a decode worker that fails with all of them is not helped by more
 
@@ -77,6 +78,7 @@ class Router:
         discovery_s: from one lookup of a DNS name to the next.
         on_pick: told role and outcome of each pick.
         random: draws jitter.
+        pings: when a worker that says nothing counts as gone.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Router:
         on_pick: Callable[[str, str], None] = lambda _role, _outcome: None,
         clock: Callable[[], float] = time.monotonic,
         random: Random = random_module.SystemRandom(),  # noqa: B008  # stateless
+        pings: Pings = DEFAULT_PINGS,
     ) -> None:
         self._picker = Picker(affinity, on_pick)
         self._model: ServedModel | None = None
@@ -111,13 +114,13 @@ class Router:
         self._decode = pool(
             decode_workers,
             lambda address, on_change: decode_watch(
-                address, interceptors, clock=clock, random=random, on_change=on_change
+                address, interceptors, clock=clock, random=random, on_change=on_change, pings=pings
             ),
         )
         self._prefill = pool(
             prefill_workers,
             lambda address, on_change: prefill_watch(
-                address, clock=clock, random=random, on_change=on_change
+                address, clock=clock, random=random, on_change=on_change, pings=pings
             ),
         )
 

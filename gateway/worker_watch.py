@@ -25,7 +25,7 @@ from gateway.routing.circuit_breaker import CircuitBreaker
 from gateway.routing.holds import Holds
 from gateway.routing.policy import Candidate
 from gateway.signals import Pulse
-from services.rpc.channel import create_channel
+from services.rpc.channel import DEFAULT_PINGS, Pings, create_channel
 
 SILENCE_S = 3.0  # workers report at least once a second
 _INTRODUCTION_S = 2.0
@@ -54,6 +54,7 @@ class WorkerWatch:
         clock: Callable[[], float],
         random: Random,
         on_change: Callable[[], None],
+        pings: Pings = DEFAULT_PINGS,
     ) -> None:
         self.address = address
         self.info: common_pb2.WorkerInfo | None = None
@@ -64,7 +65,7 @@ class WorkerWatch:
         self.last_picked = 0  # the router's count; ties go to the longest rested
         self._clock = clock
         self._on_change = on_change
-        self._channel = create_channel(address, interceptors)
+        self._channel = create_channel(address, interceptors, pings=pings)
         self.stub = stub_for(self._channel)
         self.holds = Holds()
         self._num_others = 0  # requests of other gateways, at the last report
@@ -208,14 +209,22 @@ def decode_watch(
     clock: Callable[[], float],
     random: Random,
     on_change: Callable[[], None],
+    pings: Pings = DEFAULT_PINGS,
 ) -> WorkerWatch:
     stub_for = decode_pb2_grpc.DecodeStub
-    return WorkerWatch(address, stub_for, interceptors, clock=clock, random=random, on_change=on_change)
+    return WorkerWatch(
+        address, stub_for, interceptors, clock=clock, random=random, on_change=on_change, pings=pings
+    )
 
 
 def prefill_watch(
-    address: str, *, clock: Callable[[], float], random: Random, on_change: Callable[[], None]
+    address: str,
+    *,
+    clock: Callable[[], float],
+    random: Random,
+    on_change: Callable[[], None],
+    pings: Pings = DEFAULT_PINGS,
 ) -> WorkerWatch:
     """Gateways ask prefill workers for nothing but their load."""
     stub_for = prefill_pb2_grpc.PrefillStub
-    return WorkerWatch(address, stub_for, (), clock=clock, random=random, on_change=on_change)
+    return WorkerWatch(address, stub_for, (), clock=clock, random=random, on_change=on_change, pings=pings)

@@ -6,7 +6,7 @@ Must load neither torch nor gRPC: gateways and quick refusals live on this too.
 import sys
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -21,9 +21,15 @@ Address = Annotated[str, AfterValidator(_check_address)]
 
 
 class ProcessSettings(BaseSettings):
-    """Base of each process's settings. A bad value stops the process: `load` is the only way in."""
+    """Base of each process's settings. A bad value stops the process: `load` is the only way in.
+
+    What is here has to be the same for the processes that talk to each other.
+    """
 
     model_config = SettingsConfigDict(env_prefix="BATON_", frozen=True, extra="ignore", allow_inf_nan=False)
+
+    ping_s: float = Field(2.0, ge=0.1)  # seconds between pings to whoever a process talks to
+    ping_timeout_s: float = Field(4.0, ge=0.1)  # without an answer for so long, it counts as gone
 
     @classmethod
     def load(cls) -> Self:

@@ -20,6 +20,7 @@ from services.engine.config import EngineConfig
 from services.engine.errors import EngineError
 from services.engine.factory import create_engine
 from services.engine.interface import Engine
+from services.rpc.channel import Pings
 from services.rpc.interceptors import TracingServerInterceptor
 from services.rpc.server import Lifecycle, RpcServer
 from services.settings import KvTransport, LocalPrefill, WorkerSettings
@@ -54,6 +55,11 @@ class Worker:
         default_factory=lambda: ThreadPoolExecutor(NUM_KV_THREADS, thread_name_prefix="baton-kv")
     )
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def pings(self) -> Pings:
+        """When somebody that this worker talks to counts as gone."""
+        return Pings(self.settings.ping_s, self.settings.ping_timeout_s)
 
     def info(self) -> common_pb2.WorkerInfo:
         """Fixed facts about this worker."""
@@ -127,7 +133,11 @@ async def serve(
     except EngineError as error:
         raise SystemExit(f"cannot serve {settings.model}: {error}") from error
     server = RpcServer(
-        settings.listen, (service_name,), (TracingServerInterceptor(telemetry.tracer),), settings.drain_s
+        settings.listen,
+        (service_name,),
+        (TracingServerInterceptor(telemetry.tracer),),
+        settings.drain_s,
+        Pings(settings.ping_s, settings.ping_timeout_s),
     )
     worker = Worker(settings, engine, telemetry, server.lifecycle, role)
     telemetry.metrics.watch_load(engine.load)

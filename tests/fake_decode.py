@@ -13,7 +13,7 @@ import grpc
 from grpc import aio
 
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from services.rpc.channel import SERVER_OPTIONS
+from services.rpc.channel import server_options
 from services.rpc.status import FIELD_KEY
 
 FINGERPRINT = "f" * 16
@@ -185,7 +185,7 @@ class FakeWorker:
         )
         self.servicer = FakeDecode(info, self.script)
         self.servicer.requests = self.requests
-        self._server = aio.server(options=SERVER_OPTIONS)
+        self._server = aio.server(options=server_options())
         if self.role == common_pb2.ROLE_PREFILL:
             prefill_pb2_grpc.add_PrefillServicer_to_server(_prefill(self.servicer), self._server)
         else:

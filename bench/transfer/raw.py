@@ -14,7 +14,7 @@ import grpc
 from grpc import aio
 
 from bench.errors import BenchFailed
-from services.rpc.channel import CHANNEL_OPTIONS, SERVER_OPTIONS
+from services.rpc.channel import channel_options, server_options
 
 _METHOD = "/bench.Raw/Stream"
 _READY = "ready"
@@ -22,7 +22,7 @@ _READY = "ready"
 
 async def time_asyncio(address: str, num_messages: int, num_bytes: int) -> float:
     """Seconds until all messages have been received by an asyncio client."""
-    async with aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with aio.insecure_channel(address, options=channel_options()) as channel:
         await channel.channel_ready()
         stream: aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(_METHOD)
         began = time.perf_counter()
@@ -36,7 +36,7 @@ async def time_asyncio(address: str, num_messages: int, num_bytes: int) -> float
 
 def time_threaded(address: str, num_messages: int, num_bytes: int) -> float:
     """The same by gRPC's other client."""
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
         grpc.channel_ready_future(channel).result(timeout=10)
         stream: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(_METHOD)
         began = time.perf_counter()
@@ -88,7 +88,7 @@ class _Raw(grpc.GenericRpcHandler):
 
 
 async def _serve(address: str) -> None:
-    server = aio.server(options=SERVER_OPTIONS)
+    server = aio.server(options=server_options())
     server.add_generic_rpc_handlers((_Raw(),))
     server.add_insecure_port(address)
     await server.start()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from grpc import aio
 
 from services.kv.service import PrefillClient
-from services.rpc.channel import create_channel
+from services.rpc.channel import DEFAULT_PINGS, Pings, create_channel
 
 IDLE_S = 300.0
 MOST_IDLE = 64
@@ -38,9 +38,14 @@ class PrefillChannels:
     """
 
     def __init__(
-        self, interceptors: Sequence[aio.ClientInterceptor], *, clock: Callable[[], float] = time.monotonic
+        self,
+        interceptors: Sequence[aio.ClientInterceptor],
+        *,
+        pings: Pings = DEFAULT_PINGS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._interceptors = interceptors
+        self._pings = pings
         self._clock = clock
         self._channels: dict[str, _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -57,7 +62,9 @@ class PrefillChannels:
 
         def client_for(target: str) -> PrefillClient:
             if target not in self._channels:
-                self._channels[target] = _Channel(create_channel(target, self._interceptors))
+                self._channels[target] = _Channel(
+                    create_channel(target, self._interceptors, pings=self._pings)
+                )
             channel = self._channels[target]
             channel.num_users += 1
             used.append(channel)

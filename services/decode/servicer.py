@@ -39,7 +39,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._active: dict[tuple[str, int], _ActiveCall] = {}
-        self._channels = PrefillChannels((TracingClientInterceptor(worker.telemetry.tracer),))
+        self._channels = PrefillChannels(
+            (TracingClientInterceptor(worker.telemetry.tracer),), pings=worker.pings
+        )
 
     async def Generate(  # type: ignore[override]  # the stub knows only generators
         self, request: decode_pb2.GenerateRequest, context: DecodeContext

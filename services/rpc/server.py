@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from services.rpc.channel import SERVER_OPTIONS
+from services.rpc.channel import DEFAULT_PINGS, Pings, server_options
 
 log = structlog.get_logger()
 
@@ -54,6 +54,7 @@ class RpcServer:
         listen: `host:port`; port 0 picks a free one.
         service_names: full names, for health and reflection.
         drain_s: how long work in progress may run on after SIGTERM or SIGINT.
+        pings: when a caller that says nothing counts as gone.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class RpcServer:
         service_names: Sequence[str],
         interceptors: Sequence[aio.ServerInterceptor] = (),
         drain_s: float = 25.0,
+        pings: Pings = DEFAULT_PINGS,
     ) -> None:
         self.lifecycle = Lifecycle()
-        self.server = aio.server(options=SERVER_OPTIONS, interceptors=list(interceptors))
+        self.server = aio.server(options=server_options(pings), interceptors=list(interceptors))
         self._listen = listen
         self._drain_s = drain_s
         self._service_names = ("", *service_names)

@@ -11,7 +11,7 @@ from typing import Any, Self
 import grpc
 from grpc import aio
 
-from services.rpc.channel import SERVER_OPTIONS, create_channel
+from services.rpc.channel import create_channel, server_options
 
 _WORK = ("/baton.v1.Prefill/Prefill", "/baton.v1.Decode/Generate")
 
@@ -38,7 +38,7 @@ class StatusRelay(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic 
 
     async def __aenter__(self) -> Self:
         self._channel = create_channel(self._target)
-        self._server = aio.server(options=SERVER_OPTIONS)
+        self._server = aio.server(options=server_options())
         self._server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

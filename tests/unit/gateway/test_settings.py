@@ -42,6 +42,8 @@ def test_every_bad_value_is_named_at_once(tmp_path: Path) -> None:
         "BATON_AFFINITY_BLOCKS": "0",
         "BATON_AFFINITY_LOAD_BOUND": "1",
         "BATON_LEASE_S": "0",
+        "BATON_PING_S": "0",
+        "BATON_PING_TIMEOUT_S": "soon",
         "BATON_KEEPALIVE_MODE": "sometimes",
         "BATON_REQUIRE_LOG": "perhaps",
         "BATON_API_KEYS_FILE": "/nowhere/at/all",

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from observability.telemetry import build
-from services.rpc.channel import SERVER_OPTIONS, create_channel
+from services.rpc.channel import create_channel, server_options
 from services.rpc.interceptors import TracingServerInterceptor, tracing_client_interceptors
 from tests.waiting import eventually
 
@@ -138,7 +138,7 @@ async def running_echo() -> AsyncIterator[Echo]:
     exporter = InMemorySpanExporter()
     telemetry = build("baton-echo", "test", span_exporter=exporter)
     service.tracer = telemetry.tracer
-    server = aio.server(options=SERVER_OPTIONS, interceptors=[TracingServerInterceptor(telemetry.tracer)])
+    server = aio.server(options=server_options(), interceptors=[TracingServerInterceptor(telemetry.tracer)])
     server.add_generic_rpc_handlers((service.handlers(),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -37,6 +37,8 @@ def test_good_values_pass(tmp_path: Path) -> None:
         ("BATON_ENGINE", "cuda"),
         ("BATON_LOCAL_PREFILL", "maybe"),
         ("BATON_KV_MEMORY_MB", "-1"),
+        ("BATON_PING_S", "0"),
+        ("BATON_PING_TIMEOUT_S", "never"),
         ("BATON_MAX_BATCHED_TOKENS", "31"),  # below BATON_MAX_NUM_SEQS
         ("BATON_MODEL", "/nowhere/at/all"),
     ],
