@@ -18,15 +18,23 @@ from grpc import aio
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from services.engine.sim_model import words
 from tests.integration.cluster import generate_request
-from tests.integration.failure_rig import KV_BYTES_PER_TOKEN, NUM_PREFILL_SLOTS, PREFILL_CHUNK, Rig, Worker
+from tests.integration.failure_rig import (
+    KV_BYTES_PER_TOKEN,
+    NUM_PREFILL_SLOTS,
+    PING_TIMEOUT_S,
+    PREFILL_CHUNK,
+    PREFILL_MS_PER_TOKEN,
+    Rig,
+    Worker,
+)
 from tests.integration.reply_readers import ReadReply
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import eventually
 
-NUM_PROMPT_TOKENS = 64  # 1 s of prefill, two chunks, 11.8 MB
-NUM_SLOW_PROMPT_TOKENS = 16  # 0.2 s, one chunk, 2.9 MB
+NUM_PROMPT_TOKENS = 64  # 1 s of prefill, eight chunks, 11.8 MB
+NUM_SLOW_PROMPT_TOKENS = 20  # 0.3 s, three chunks, 3.7 MB
 SLOW_BYTES_PER_S = 1_000_000
-_STEADY_BYTES_PER_S = 5_000_000  # of a link on which pages can be watched
+_STEADY_BYTES_PER_S = 2_500_000  # of a link on which pages can be watched
 _SOME_BYTES = 100_000
 _BLOCKER_PROMPT, _BLOCKER_TOKENS = 600, 1200  # 9 s of prefill, 6 s of decode
 _SEED = 7
@@ -51,6 +59,8 @@ class Failure(StrEnum):
     BLACK_HOLE = "black-hole"
     SLOW = "slow"
 
+
+SILENT = (Failure.STOP, Failure.BLACK_HOLE)  # nobody is told
 
 # A worker may refuse a request that waits, and break off one that it has begun.
 STATUSES = {
@@ -116,6 +126,18 @@ class Attempt:
     num_prompt_tokens: int = NUM_PROMPT_TOKENS
 
 
+def short_deadline_s(failure: Failure, state: State) -> float:
+    """Of a reply that shall not live to see how such a failure is got over.
+
+    It passes before pings can have found out who is silent since the reply was in that state, and before
+    3.7 MB have crossed a slow link.
+    """
+    if failure is Failure.SLOW:
+        return 2.2
+    num_computed = {State.TRANSFERRING: PREFILL_CHUNK, State.ANSWERED: NUM_PROMPT_TOKENS}.get(state, 0)
+    return num_computed * PREFILL_MS_PER_TOKEN / 1000 + PING_TIMEOUT_S - 0.4
+
+
 async def reach(
     state: State,
     attempts: Sequence[Attempt],
@@ -134,8 +156,7 @@ async def reach(
             await blockers.fill(worker)
     crossed = [attempt.link.to_client.num_bytes for attempt in attempts]
     for attempt in attempts:
-        is_quick = attempt.num_prompt_tokens <= PREFILL_CHUNK
-        if state is State.ANSWERED or (state is State.TRANSFERRING and is_quick):
+        if state in (State.TRANSFERRING, State.ANSWERED):
             attempt.link.limit(_STEADY_BYTES_PER_S)
     replies = [attempt.start() for attempt in attempts]
     match state:

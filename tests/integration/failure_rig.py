@@ -2,8 +2,8 @@
 
 Decode reaches `prefill` through `links`, each decode worker through its own. The simulated engine
 notices at the join any page that is not this prompt's, and its text depends on every token's position,
-so one sampled twice would show. A chunk's pages are more than a kernel takes over from a sender (4 MB):
-what a dead worker has not sent is lost.
+so one sampled twice would show. A chunk's pages are more than may be under way (1 MB): what a dead worker
+has not sent is lost.
 """
 
 import asyncio
@@ -17,21 +17,23 @@ import httpx
 from grpc import aio
 
 from baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from cli import ports
 from services.engine.sim_model import write_sim_model
 from services.rpc.channel import create_channel
-from tests.integration.processes import ServedProcess, left_behind
+from tests.integration.processes import ServedProcess, free_addresses, left_behind
 from tests.integration.status_relay import StatusRelay
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import eventually
 
 PREFILL_MS_PER_TOKEN = 15.0
-PREFILL_CHUNK = 32  # tokens
+PREFILL_CHUNK = 8  # tokens
 NUM_PREFILL_SLOTS = 2
 _LAYERS, _KV_HEADS, _HEAD_SIZE = 30, 12, 64
 KV_BYTES_PER_TOKEN = 2 * _LAYERS * _KV_HEADS * _HEAD_SIZE * 4
+# Somebody silent is found out after PING_TIMEOUT_S at the earliest and PING_S more at the latest.
+PING_S, PING_TIMEOUT_S = 1.0, 2.5
+_PINGS: dict[str, object] = {"ping_s": PING_S, "ping_timeout_s": PING_TIMEOUT_S}
 _READY_S = 60.0
-_END_S = 10.0
+_END_S = 30.0  # an interpreter with torch takes a while to end on a busy machine
 
 
 def write_model(folder: Path) -> None:
@@ -99,8 +101,8 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         model = folder / "model"
         write_model(model)
-        free = iter(f"{ports.HOST}:{port}" for port in ports.pick(7))
-        shared: dict[str, object] = {
+        free = iter(free_addresses(7))
+        shared = _PINGS | {
             "model": model,
             "engine": "sim",
             "local_prefill": "never",
@@ -125,7 +127,7 @@ class Rig:
         self.prefill_relay = StatusRelay(self.prefill.address)
         self.relayed_links: list[TcpProxy] = []  # to the relay, which has no address yet
         self.decode_relays = [StatusRelay(worker.address) for worker in self.decode]
-        self._gateway_settings: dict[str, object] = {"model": model, "redis_url": "", "drain_s": 1}
+        self._gateway_settings = _PINGS | {"model": model, "redis_url": "", "drain_s": 1}
         self._gateway_addresses = free
         self._folder = folder
         self.gateways: dict[str, GatewayProcess] = {}

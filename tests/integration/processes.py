@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from cli import ports
 from tests.e2e.stack import clean_environment
 
 _ROOT = Path(__file__).parents[2]
@@ -96,6 +97,16 @@ class ServedProcess:
     def _started(self) -> "subprocess.Popen[bytes]":
         assert self._process is not None, f"{self.name} was never started"
         return self._process
+
+
+def free_addresses(count: int) -> list[str]:
+    """Loopback addresses that nobody else picks, pytest-xdist's other workers included."""
+    share = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    num_shares = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    found: set[int] = set()
+    while len(found) < count:
+        found |= {port for port in ports.pick(count) if port % num_shares == share}
+    return [f"{ports.HOST}:{port}" for port in sorted(found)[:count]]
 
 
 def left_behind(processes: Iterable[ServedProcess]) -> list[int]:

@@ -18,15 +18,19 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from cli import ports
 from services.engine.sim_model import words, write_sim_model
 from tests.integration.failure_rig import GatewayProcess, Worker
-from tests.integration.processes import ServedProcess, left_behind
+from tests.integration.processes import ServedProcess, free_addresses, left_behind
 from tests.integration.reply_readers import GatewayReply
 from tests.redis_server import RedisServer
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.matrix,
+    pytest.mark.xdist_group("random"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 SEED = 20_260_703
 NUM_ROUNDS, ROUND_SIZE, NUM_CHECKED = 10, 30, 50
@@ -82,7 +86,7 @@ class Farm:
 async def farm(tmp_path: Path) -> AsyncIterator[Farm]:
     model = tmp_path / "model"
     write_sim_model(model)
-    free = iter(f"{ports.HOST}:{port}" for port in ports.pick(5))
+    free = iter(free_addresses(5))
     settings: dict[str, object] = {
         "model": model,
         "engine": "sim",
