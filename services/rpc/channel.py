@@ -13,7 +13,9 @@
   which is then taken for silence although bytes arrive all the time (seen at 1 MB/s with 6 MB and more).
   On loopback pages move as fast either way.
 - Connections have no maximum age: calls last as long as replies do, and draining is what moves them.
-- A worker that comes back is dialled again within a second: the default backoff grows to minutes.
+- A worker that comes back is dialled again within a second: the default backoff grows to minutes. What
+  gRPC calls the minimal reconnect backoff is how long an attempt to connect may take; one that is refused
+  fails at once all the same. At 100 ms a busy machine could look like a dead one (seen).
 """
 
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from grpc import aio
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + 64 * 1024
 _MAX_BYTES_UNDER_WAY = 1024 * 1024
 _FRAME_BYTES = 1024 * 1024
+_CONNECT_MS = 2_000
 
 Options = tuple[tuple[str, int], ...]
 
@@ -49,7 +52,7 @@ _BOTH_ENDS = (
 
 _CLIENT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _MAX_BYTES_UNDER_WAY),

@@ -106,6 +106,7 @@ class Rig:
             "model": model,
             "engine": "sim",
             "local_prefill": "never",
+            "kv_transport": "grpc",  # what does not cross the link cannot be lost on it
             "kv_memory_mb": 256,
             "prefill_chunk": PREFILL_CHUNK,
             "max_page_bytes": 64 * 1024,

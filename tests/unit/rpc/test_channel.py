@@ -1,4 +1,4 @@
-"""Who falls silent is found out by pings, on both ends, as soon as the settings say; and what a target is."""
+"""Who is silent is found out by pings, as soon as the settings say; who is slow is not; what a target is."""
 
 import asyncio
 
@@ -62,3 +62,21 @@ async def test_a_host_that_is_called_like_a_scheme_is_a_host(host: str) -> None:
     assert "resolving 50051" not in complaint
     assert "No such file" not in complaint
     await channel.close()
+
+
+async def test_a_peer_that_is_slow_to_accept_is_no_dead_one() -> None:
+    service = EchoService()
+    server = aio.server(options=server_options())
+    server.add_generic_rpc_handlers((service.handlers(),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with TcpProxy(address) as proxy, create_channel(proxy.address) as channel:
+        proxy.go_black()
+        asking = asyncio.ensure_future(channel.unary_unary(f"/{SERVICE}/Ask")(b"hello"))
+        await eventually(lambda: proxy.num_accepted == 1)
+        await asyncio.wait({asking}, timeout=0.5)
+        assert not asking.done()
+        proxy.heal()
+        assert await asking == b"hello"
+        assert proxy.num_accepted == 1
+    await server.stop(None)
