@@ -19,7 +19,7 @@ from grpc import aio
 from baton.v1 import common_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from services.engine.sim_model import write_sim_model
 from services.rpc.channel import create_channel
-from tests.integration.processes import ServedProcess, free_addresses, left_behind
+from tests.integration.processes import READY_S, ServedProcess, free_addresses, left_behind
 from tests.integration.status_relay import StatusRelay
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import eventually
@@ -32,7 +32,6 @@ KV_BYTES_PER_TOKEN = 2 * _LAYERS * _KV_HEADS * _HEAD_SIZE * 4
 # Somebody silent is found out after PING_TIMEOUT_S at the earliest and PING_S more at the latest.
 PING_S, PING_TIMEOUT_S = 1.0, 2.5
 _PINGS: dict[str, object] = {"ping_s": PING_S, "ping_timeout_s": PING_TIMEOUT_S}
-_READY_S = 60.0
 _END_S = 30.0  # an interpreter with torch takes a while to end on a busy machine
 
 
@@ -160,9 +159,9 @@ class Rig:
             else:
                 process.start()
         for worker in self.workers:
-            await eventually(worker.is_ready, timeout=_READY_S)
+            await eventually(worker.is_ready, timeout=READY_S)
         for gateway in self.gateways.values():
-            await eventually(gateway.sees_everybody, timeout=_READY_S)
+            await eventually(gateway.sees_everybody, timeout=READY_S)
         for worker in self.workers:
             await eventually(worker.is_idle)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from cli import ports
 from tests.e2e.stack import clean_environment
 
+READY_S = 150.0  # for many processes that load torch at once, from a cold disk on a busy machine
 _ROOT = Path(__file__).parents[2]
 _MARK = "BATON_TEST_RUN"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

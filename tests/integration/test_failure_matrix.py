@@ -31,10 +31,16 @@ from tests.integration.failure_cells import (
     waiting_at,
 )
 from tests.integration.failure_rig import PING_S, PING_TIMEOUT_S, Rig, Worker, running_rig
+from tests.integration.processes import READY_S
 from tests.integration.reply_readers import DecodeReply, GatewayReply
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.matrix,
+    pytest.mark.timeout(READY_S + 60),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 RELEASE_S = 2.0
 AMPLE_S = 15.0

@@ -20,7 +20,7 @@ import pytest_asyncio
 
 from services.engine.sim_model import words, write_sim_model
 from tests.integration.failure_rig import GatewayProcess, Worker
-from tests.integration.processes import ServedProcess, free_addresses, left_behind
+from tests.integration.processes import READY_S, ServedProcess, free_addresses, left_behind
 from tests.integration.reply_readers import GatewayReply
 from tests.redis_server import RedisServer
 from tests.waiting import eventually
@@ -28,6 +28,7 @@ from tests.waiting import eventually
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.matrix,
+    pytest.mark.timeout(READY_S + 240),
     pytest.mark.xdist_group("random"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
@@ -70,8 +71,8 @@ class Farm:
 
     async def ready(self) -> None:
         for worker in self.workers:
-            await eventually(worker.is_ready, timeout=60)
-        await eventually(self.gateway.sees_everybody, timeout=60)
+            await eventually(worker.is_ready, timeout=READY_S)
+        await eventually(self.gateway.sees_everybody, timeout=READY_S)
 
     def ask(self, body: dict[str, Any]) -> GatewayReply:
         return GatewayReply(self.gateway.address, body, DEADLINE_S)
