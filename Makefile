@@ -37,7 +37,7 @@ test: setup lint model
 	$(BIN)/pytest -m "slow and not matrix"
 	$(PYTEST_MATRIX)
 
-# The random test first: it is the longest, and by itself. Two to three and a half minutes.
+# The random test first: it is the longest, and by itself. About three minutes on two busy cores.
 PYTEST_MATRIX = $(BIN)/pytest -n 2 --dist loadgroup -m matrix \
 	tests/integration/test_random_failures.py tests/integration/test_failure_matrix.py
 
