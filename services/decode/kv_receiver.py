@@ -14,8 +14,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.interface import Sequence
@@ -64,7 +62,6 @@ class KvReceiver:
         self._num_pages = 0
         self._num_bytes = 0
         self._num_shared = 0  # pages
-        self._scratch = torch.empty(0)
 
     async def pull(
         self, client: PrefillClient, request: prefill_pb2.PrefillRequest, timeout_s: float | None
@@ -76,7 +73,6 @@ class KvReceiver:
         request.transfer_id = secrets.token_hex(16)
         if (pool := client.pool) is not None:
             request.shared_pool = pool.pool_id
-            self._scratch = page.scratch(self._identity, request.max_page_bytes)
         result: prefill_pb2.PrefillResult | None = None
         imports = Background(self._threads, self._changed.set)
         call = client.prefill(request, timeout=timeout_s)
@@ -134,13 +130,20 @@ class KvReceiver:
     def _import(self, received: page.Page, transfer_id: str, pool: MappedPool | None) -> None:
         """In a thread, one page at a time."""
         header = received.header
-        if header.blocks:
-            if pool is None:
-                raise InvalidKvPage("a page in shared memory, which was not asked for")
-            kv = pool.read(page.range_of(header), list(header.blocks), self._scratch)
-            received = page.Page(header, page.payload_of(kv))
-        where = page.verify(received, transfer_id, self._identity.dtype)
-        self._sequence.import_kv(*where, received.payload)
+        if not header.blocks:
+            where = page.verify(header, [received.payload], transfer_id, self._identity)
+            self._sequence.import_kv(*where, received.payload)
+            return
+        if pool is None:
+            raise InvalidKvPage("a page in shared memory, which was not asked for")
+        where, blocks = page.range_of(header), list(header.blocks)
+        pool.check(where, blocks)
+        self._sequence.copy_kv(
+            *where,
+            pool.rows,
+            blocks,
+            lambda pieces: page.verify(header, pieces, transfer_id, self._identity),
+        )
 
     def _finish(self, result: prefill_pb2.PrefillResult | None) -> Transfer:
         if result is None:

@@ -11,11 +11,13 @@ A sequence's life:
                          -> events(): TextGenerated..., SequenceFinished -> release
 """
 
-from collections.abc import AsyncIterator
+import collections.abc
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 import torch
 
+from services.engine.kv_rows import KvRows
 from services.engine.request import (
     EngineInfo,
     EngineLoad,
@@ -63,17 +65,27 @@ class Sequence(Protocol):
         layer_end: int,
         token_start: int,
         token_end: int,
-        scratch: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A contiguous CPU copy (layers, 2, tokens, kv_heads, head_size), keys before values.
 
-        Only of what a KvComputed event has named, and before release. From any thread. It may lie in
-        `scratch`, (elements or more,) on the host.
+        Only of what a KvComputed event has named, and before release. From any thread. It lies in `out`,
+        (elements,) on the host, if that is given.
         """
         ...
 
-    def kv_blocks(self, token_start: int, token_end: int) -> list[int]:
-        """Blocks of the pool that hold these positions; otherwise as `export_kv`."""
+    def look_at_kv(
+        self,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        look: Callable[[Iterable[memoryview]], None],
+    ) -> list[int]:
+        """Shows the bytes that `export_kv` would copy where they are, in pieces; returns their blocks.
+
+        Where the pool is the host's. Otherwise as `export_kv`.
+        """
         ...
 
     def import_kv(
@@ -84,6 +96,26 @@ class Sequence(Protocol):
         From any thread, one page at a time.
         Raises InvalidKvPage: ranges outside the context, a size that does not fit, a repeat of a
         (layer, token) already imported; SequenceReleased after release.
+        """
+        ...
+
+    def copy_kv(
+        self,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        source: KvRows,
+        source_blocks: collections.abc.Sequence[int],
+        check: Callable[[Iterable[memoryview]], object],
+    ) -> None:
+        """Imports one page from another pool (HANDOFF). From any thread, one page at a time.
+
+        Args:
+            source_blocks: those that hold the page there, which the pool has.
+            check: shown the page as it has been copied, in pieces; raises InvalidKvPage if it is not right.
+
+        Raises what `check` raises, and what `import_kv` does.
         """
         ...
 

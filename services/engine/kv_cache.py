@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from services.engine.errors import InvalidKvPage
+from services.engine.kv_rows import KvRows, Run
 from services.engine.placement import copies_for
 
 # Payloads are views of received messages, which are read-only, and are only read.
@@ -84,8 +85,9 @@ class KvCache:
             KvLayer(*layer, *layer.view(2, num_blocks + 1, -1))  # made once: a view costs like a small sum
             for layer in self._pool
         ]
-        # (layers x 2, slots, kv_heads x head_size): rows as long as can be, which copy fastest
-        self._rows = self._pool.view(2 * layout.num_layers, -1, layout.num_kv_heads * layout.head_size)
+        self.rows = KvRows(
+            self._pool.view(2 * layout.num_layers, -1, layout.num_kv_heads * layout.head_size), block_size
+        )
 
     def slots(self, block_table: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slots of positions [start, end), shape (end - start,)."""
@@ -110,6 +112,10 @@ class KvCache:
         """A view (layers, 2, block_size, kv_heads, head_size)."""
         return self._pool[:, :, block * self.block_size : (block + 1) * self.block_size]
 
+    def runs(self, block_table: Sequence[int], token_start: int, token_end: int) -> list[Run]:
+        """Where these positions of a sequence lie."""
+        return self.rows.runs(block_table[token_start // self.block_size :], token_start, token_end)
+
     def export_range(
         self,
         block_table: Sequence[int],
@@ -117,23 +123,24 @@ class KvCache:
         layer_end: int,
         token_start: int,
         token_end: int,
-        scratch: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A contiguous copy on the host (layers, 2, tokens, kv_heads, head_size).
 
         Args:
-            scratch: memory on the host that the copy may use, (>= elements,), instead of some of its own.
+            out: memory on the host that the copy is to be in, of as many elements.
         """
         layout = self.layout
-        num_rows, num_tokens = 2 * (layer_end - layer_start), token_end - token_start
-        slots = self.slots(block_table, token_start, token_end)
-        out = None
-        if scratch is not None and scratch.device == self.device:
-            row = layout.num_kv_heads * layout.head_size
-            out = scratch[: num_rows * num_tokens * row].view(num_rows, num_tokens, row)
-        rows = torch.index_select(self._rows[2 * layer_start : 2 * layer_end], 1, slots, out=out)
-        shape = (layer_end - layer_start, 2, num_tokens, layout.num_kv_heads, layout.head_size)
-        return self._copies.to_host(rows.view(shape))
+        shape = (layer_end - layer_start, 2, token_end - token_start, layout.num_kv_heads, layout.head_size)
+        runs = self.runs(block_table, token_start, token_end)
+        if out is None:
+            out = torch.empty(shape, dtype=layout.torch_dtype)
+        page = out if self.device.type == "cpu" else torch.empty_like(out, device=self.device)
+        rows = page.view(2 * shape[0], shape[2], shape[3] * shape[4])
+        self.rows.gather(layer_start, layer_end, runs, rows)
+        if page is not out:
+            out.copy_(self._copies.to_host(page))
+        return out.view(shape)
 
     def read_page(self, num_layers: int, num_tokens: int, payload: memoryview) -> torch.Tensor:
         """Bytes laid out as `export_range` gives them, as what `import_range` takes. Raises InvalidKvPage.
@@ -146,9 +153,7 @@ class KvCache:
         if len(payload) != expected:
             raise InvalidKvPage(f"payload has {len(payload)} bytes, its ranges need {expected}")
         page = torch.frombuffer(payload, dtype=layout.torch_dtype)
-        least, most = torch.aminmax(page)
-        if not (float(least) >= -_LARGEST and float(most) <= _LARGEST):  # so written, NaN fails too
-            raise InvalidKvPage(f"payload holds NaN or numbers beyond {_LARGEST:g}")
+        check_bounds(*map(float, torch.aminmax(page)))
         return page.view(2 * num_layers, num_tokens, row)
 
     def import_range(
@@ -156,9 +161,15 @@ class KvCache:
     ) -> None:
         """Writes a page that `read_page` gave to the layers and positions from these on."""
         num_rows, num_tokens, _ = page.shape
-        slots = self.slots(block_table, token_start, token_start + num_tokens)
-        rows = self._rows[2 * layer_start : 2 * layer_start + num_rows]
-        rows.index_copy_(1, slots, self._copies.to_device(page))
+        runs = self.runs(block_table, token_start, token_start + num_tokens)
+        layer_end = layer_start + num_rows // 2
+        self.rows.scatter(layer_start, layer_end, runs, self._copies.to_device(page))
+
+
+def check_bounds(least: float, most: float) -> None:
+    """Raises InvalidKvPage for what must not be read, masked or not."""
+    if not (least >= -_LARGEST and most <= _LARGEST):  # so written, NaN fails too
+        raise InvalidKvPage(f"the page holds NaN or numbers beyond {_LARGEST:g}")
 
 
 def pool_bytes(layout: KvLayout, num_blocks: int, block_size: int) -> int:

@@ -7,7 +7,7 @@ Knows nothing of how tokens are computed.
 
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -15,7 +15,9 @@ import torch
 from services.engine.completion import Completion
 from services.engine.detokenizer import TextStream
 from services.engine.errors import EngineError, EngineStopped, InvalidKvPage, SequenceReleased
+from services.engine.kv_cache import check_bounds
 from services.engine.kv_coverage import KvCoverage
+from services.engine.kv_rows import KvRows
 from services.engine.prefix_digests import PrefixDigests, SequencePrefix
 from services.engine.request import (
     EngineRequest,
@@ -157,18 +159,27 @@ class EngineSequence:
         layer_end: int,
         token_start: int,
         token_end: int,
-        scratch: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         where = (layer_start, layer_end, token_start, token_end)
         with self._host.lock():
             self._check_exportable()
-            return self._host.cache.export_range(self.block_table, *where, scratch)
+            return self._host.cache.export_range(self.block_table, *where, out)
 
-    def kv_blocks(self, token_start: int, token_end: int) -> list[int]:
+    def look_at_kv(
+        self,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        look: Callable[[Iterable[memoryview]], None],
+    ) -> list[int]:
         with self._host.lock():
             self._check_exportable()
-            size = self._host.cache.block_size
-            return self.block_table[token_start // size : -(-token_end // size)]
+            cache = self._host.cache
+            runs = cache.runs(self.block_table, token_start, token_end)
+            look(cache.rows.pieces(layer_start, layer_end, runs))
+            return self.block_table[token_start // cache.block_size : -(-token_end // cache.block_size)]
 
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
@@ -183,6 +194,30 @@ class EngineSequence:
             # A first token that ended the reply has freed the blocks: its pages lead nowhere.
             if self.state is SequenceState.RESERVED:
                 cache.import_range(self.block_table, layer_start, token_start, page)
+            self._coverage.add(*where)
+
+    def copy_kv(
+        self,
+        layer_start: int,
+        layer_end: int,
+        token_start: int,
+        token_end: int,
+        source: KvRows,
+        source_blocks: Sequence[int],
+        check: Callable[[Iterable[memoryview]], object],
+    ) -> None:
+        where = (layer_start, layer_end, token_start, token_end)
+        rows = self._host.cache.rows
+        self._coverage.check(*where)
+        source_runs = source.runs(source_blocks, token_start, token_end)
+        with self._host.lock():
+            if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
+                raise SequenceReleased(self.request.request_id)
+            if self.state is SequenceState.RESERVED:
+                runs = self._host.cache.runs(self.block_table, token_start, token_end)
+                rows.copy_from(source, layer_start, layer_end, source_runs, runs)
+                check(rows.pieces(layer_start, layer_end, runs))
+                check_bounds(*rows.bounds(layer_start, layer_end, runs))
             self._coverage.add(*where)
 
     def reset_kv(self) -> None:

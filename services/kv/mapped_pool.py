@@ -13,6 +13,7 @@ import torch
 
 from baton.v1 import common_pb2
 from services.engine.errors import InvalidKvPage
+from services.engine.kv_rows import KvRows
 from services.engine.request import ModelIdentity
 from services.engine.shared_pool import ID_BYTES
 from services.kv import page
@@ -24,40 +25,27 @@ class MappedPool:
 
     Attributes:
         pool_id: names it in requests.
+        rows: the memory.
     """
 
     def __init__(
         self, pool_id: bytes, memory: mmap.mmap, num_bytes: int, block_size: int, identity: ModelIdentity
     ) -> None:
         self.pool_id = pool_id
-        self._block_size = block_size
-        self._shape = (identity.num_kv_heads, identity.head_size)
         dtype = page.dtype_of(identity)
         data = torch.frombuffer(memory, dtype=dtype, count=num_bytes // dtype.itemsize)
-        # (layers x 2, slots, kv_heads x head_size)
-        self._rows = data.view(2 * identity.num_layers, -1, identity.num_kv_heads * identity.head_size)
+        row = identity.num_kv_heads * identity.head_size
+        self.rows = KvRows(data.view(2 * identity.num_layers, -1, row), block_size)
 
-    def read(self, where: PageRange, blocks: list[int], scratch: torch.Tensor) -> torch.Tensor:
-        """A copy of a page, (layers, 2, tokens, kv_heads, head_size), in `scratch` if it fits there.
-
-        Raises InvalidKvPage for blocks that the pool does not have or that do not fit the range.
-        """
-        size, first = self._block_size, where.token_start // self._block_size
-        num_rows, num_slots, row = self._rows.shape
-        layers, tokens = where.layer_end - where.layer_start, where.token_end - where.token_start
-        if layers < 1 or tokens < 1 or where.layer_end > num_rows // 2:
-            raise InvalidKvPage(f"{where} is no page of a shared pool of {num_rows // 2} layers")
-        if len(blocks) != -(-where.token_end // size) - first:
+    def check(self, where: PageRange, blocks: list[int]) -> None:
+        """Raises InvalidKvPage for blocks that the pool does not have, or that cannot hold this page."""
+        size, num_layers = self.rows.block_size, self.rows.data.shape[0] // 2
+        if not (where.layer_start < where.layer_end <= num_layers and where.token_start < where.token_end):
+            raise InvalidKvPage(f"{where} is no page of a shared pool of {num_layers} layers")
+        if len(blocks) != -(-where.token_end // size) - where.token_start // size:
             raise InvalidKvPage(f"{len(blocks)} blocks of {size} are not what holds {where}")
-        if max(blocks) >= num_slots // size:
+        if max(blocks) >= self.rows.num_blocks:
             raise InvalidKvPage(f"block {max(blocks)} lies outside the shared pool")
-        places = range(where.token_start, where.token_end)
-        slots = torch.tensor([blocks[place // size - first] * size + place % size for place in places])
-        num_elements = 2 * layers * tokens * row
-        fits = num_elements <= len(scratch)
-        out = scratch[:num_elements].view(2 * layers, tokens, row) if fits else None
-        rows = torch.index_select(self._rows[2 * where.layer_start : 2 * where.layer_end], 1, slots, out=out)
-        return rows.view(layers, 2, tokens, *self._shape)
 
 
 def map_pool(info: common_pb2.WorkerInfo, identity: ModelIdentity) -> MappedPool | None:

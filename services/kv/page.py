@@ -1,12 +1,12 @@
 """One page of KV cache on the wire: laid out, sealed and checked.
 
-Invariant: a page that passes `verify` holds exactly the bytes that `seal` saw, for exactly the
-layers, tokens and transfer that its header names. The checksum (XXH3, 64 bits) therefore covers
-header and payload; it guards against faults, not against forgery.
+Invariant: a page that passes `verify` holds exactly the bytes that its `checksum` was taken of, for exactly
+the layers, tokens and transfer that its header names. The checksum (XXH3, 64 bits) therefore covers header
+and payload; it guards against faults, not against forgery.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -50,11 +50,9 @@ def dtype_of(identity: ModelIdentity) -> torch.dtype:
     return _DTYPES[identity.dtype]
 
 
-def scratch(identity: ModelIdentity, max_bytes: int) -> torch.Tensor:
-    """Room for one page, (elements,)."""
-    num_bytes = max(max_bytes, bytes_per_token_layer(identity))
-    dtype = _DTYPES[identity.dtype]
-    return torch.empty(num_bytes // dtype.itemsize, dtype=dtype)
+def tensor_over(payload: memoryview, identity: ModelIdentity) -> torch.Tensor:
+    """The elements of a payload, (elements,), in its memory."""
+    return torch.frombuffer(payload, dtype=_DTYPES[identity.dtype])
 
 
 def num_bytes(identity: ModelIdentity, where: PageRange) -> int:
@@ -78,29 +76,27 @@ def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator
             )
 
 
-def seal(transfer_id: str, dtype: str, where: PageRange, kv: torch.Tensor) -> Page:
-    """A page over the memory of a contiguous (layers, 2, tokens, kv_heads, head_size) CPU tensor."""
-    payload = payload_of(kv)
-    header = prefill_pb2.KvPage(
+def header_of(transfer_id: str, identity: ModelIdentity, where: PageRange) -> prefill_pb2.KvPage:
+    """Without a checksum yet."""
+    return prefill_pb2.KvPage(
         transfer_id=transfer_id,
         layer_start=where.layer_start,
         layer_end=where.layer_end,
         token_start=where.token_start,
         token_end=where.token_end,
-        dtype=dtype,
+        dtype=identity.dtype,
     )
-    header.checksum = _checksum(header, payload)
-    return Page(header, payload)
 
 
-def verify(page: Page, transfer_id: str, dtype: str) -> PageRange:
+def verify(
+    header: prefill_pb2.KvPage, pieces: Iterable[memoryview], transfer_id: str, identity: ModelIdentity
+) -> PageRange:
     """Checks a received page; returns its ranges. Raises InvalidKvPage saying what is wrong."""
-    header = page.header
     if header.transfer_id != transfer_id:
         raise InvalidKvPage(f"page of transfer {header.transfer_id!r} in transfer {transfer_id!r}")
-    if header.dtype != dtype:
-        raise InvalidKvPage(f"page holds {header.dtype!r}, the cache {dtype!r}")
-    if header.checksum != _checksum(header, page.payload):
+    if header.dtype != identity.dtype:
+        raise InvalidKvPage(f"page holds {header.dtype!r}, the cache {identity.dtype!r}")
+    if header.checksum != checksum(header, pieces):
         raise InvalidKvPage(
             f"checksum does not match (layers {header.layer_start}-{header.layer_end}, "
             f"tokens {header.token_start}-{header.token_end})"
@@ -113,14 +109,11 @@ def range_of(header: prefill_pb2.KvPage) -> PageRange:
     return PageRange(header.layer_start, header.layer_end, header.token_start, header.token_end)
 
 
-def payload_of(kv: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, as bytes."""
-    return kv.view(torch.uint8).numpy().data.cast("B")
-
-
-def _checksum(header: prefill_pb2.KvPage, payload: memoryview) -> int:
+def checksum(header: prefill_pb2.KvPage, pieces: Iterable[memoryview]) -> int:
+    """Of the header's ranges, transfer and dtype, and of the payload, in however many pieces."""
     ranges = struct.pack("<4I", header.layer_start, header.layer_end, header.token_start, header.token_end)
     digest = xxhash.xxh3_64(ranges)
     digest.update(f"{header.transfer_id}\0{header.dtype}\0".encode())
-    digest.update(payload)
+    for piece in pieces:
+        digest.update(piece)
     return digest.intdigest()

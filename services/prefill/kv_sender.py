@@ -61,7 +61,6 @@ class KvSender:
         self._is_shared = is_shared
         self._waiting: deque[page.PageRange] = deque()
         self._sealed: deque[_Sealed] = deque()
-        self._scratch = page.scratch(identity, max_page_bytes)  # pages are sealed one at a time
         self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
         self._has_ended = False
@@ -113,13 +112,18 @@ class KvSender:
 
     def _seal(self, where: page.PageRange) -> None:
         """In a thread, one page at a time."""
-        kv = self._sequence.export_kv(*where, self._scratch)
-        sealed = page.seal(self._transfer_id, self._identity.dtype, where, kv)
-        num_bytes = len(sealed.payload)
+        header = page.header_of(self._transfer_id, self._identity, where)
+        num_bytes = page.num_bytes(self._identity, where)
         if self._is_shared:
-            sealed.header.blocks.extend(self._sequence.kv_blocks(where.token_start, where.token_end))
-            sealed = page.Page(sealed.header, memoryview(b""))
-        self._sealed.append(_Sealed(codec.encode_page(sealed), num_bytes))
+            sums: list[int] = []
+            blocks = self._sequence.look_at_kv(*where, lambda it: sums.append(page.checksum(header, it)))
+            header.blocks.extend(blocks)
+            message = codec.PageMessage(header, 0).finish(*sums)
+        else:
+            draft = codec.PageMessage(header, num_bytes)
+            self._sequence.export_kv(*where, page.tensor_over(draft.payload, self._identity))
+            message = draft.finish(page.checksum(header, [draft.payload]))
+        self._sealed.append(_Sealed(message, num_bytes))
 
     def _count(self, sealed: _Sealed) -> bytes:
         self.num_pages += 1

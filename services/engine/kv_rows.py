@@ -1,0 +1,104 @@
+"""A KV pool as memory: where the positions of a page lie, and how they are copied out of it and into it.
+
+A page's positions are consecutive, and so are the slots within a block, often those of neighbouring blocks
+too. Copied run by run they move twice as fast as slot by slot.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+class Run(NamedTuple):
+    """Slots [slot, slot + num_slots), the first of which holds the page's position `at`."""
+
+    at: int
+    slot: int
+    num_slots: int
+
+
+class KvRows:
+    """Keys and values, (layers x 2, slots, kv_heads x head_size): a layer's keys, then its values.
+
+    A row of one page is as long as can be that way; a page's bytes are its rows, one after another.
+    """
+
+    def __init__(self, data: torch.Tensor, block_size: int) -> None:
+        self.data = data
+        self.block_size = block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[1] // self.block_size
+
+    def runs(self, blocks: Sequence[int], start: int, end: int) -> list[Run]:
+        """Where positions [start, end) lie.
+
+        Args:
+            blocks: of the positions from the beginning of the block of `start` on.
+        """
+        size = self.block_size
+        first = start - start % size
+        edges = [start, *range(first + size, end, size), end]
+        runs: list[Run] = []
+        for begin, stop in pairwise(edges):
+            slot = blocks[(begin - first) // size] * size + begin % size
+            if runs and runs[-1].slot + runs[-1].num_slots == slot:
+                runs[-1] = runs[-1]._replace(num_slots=runs[-1].num_slots + stop - begin)
+            else:
+                runs.append(Run(begin - start, slot, stop - begin))
+        return runs
+
+    def gather(self, layer_start: int, layer_end: int, runs: Sequence[Run], out: torch.Tensor) -> None:
+        """Copies a page into (rows, positions, row)."""
+        rows = self.data[2 * layer_start : 2 * layer_end]
+        for at, slot, num_slots in runs:
+            out[:, at : at + num_slots].copy_(rows[:, slot : slot + num_slots])
+
+    def scatter(self, layer_start: int, layer_end: int, runs: Sequence[Run], page: torch.Tensor) -> None:
+        """Writes a page of (rows, positions, row)."""
+        rows = self.data[2 * layer_start : 2 * layer_end]
+        for at, slot, num_slots in runs:
+            rows[:, slot : slot + num_slots].copy_(page[:, at : at + num_slots])
+
+    def copy_from(
+        self,
+        source: "KvRows",
+        layer_start: int,
+        layer_end: int,
+        source_runs: Sequence[Run],
+        runs: Sequence[Run],
+    ) -> None:
+        """Copies a page out of another pool of the same shape, but for blocks."""
+        rows = self.data[2 * layer_start : 2 * layer_end]
+        theirs = source.data[2 * layer_start : 2 * layer_end]
+        for source_slot, slot, num_slots in _overlaps(source_runs, runs):
+            rows[:, slot : slot + num_slots].copy_(theirs[:, source_slot : source_slot + num_slots])
+
+    def pieces(self, layer_start: int, layer_end: int, runs: Sequence[Run]) -> Iterator[memoryview]:
+        """A page's bytes in order, where they are; on the host."""
+        rows = self.data[2 * layer_start : 2 * layer_end].view(torch.uint8).numpy()
+        for row in rows:
+            for _, slot, num_slots in runs:
+                yield row[slot : slot + num_slots].data.cast("B")
+
+    def bounds(self, layer_start: int, layer_end: int, runs: Sequence[Run]) -> tuple[float, float]:
+        """The least and the greatest number of a page; NaN if there is one."""
+        rows = self.data[2 * layer_start : 2 * layer_end]
+        found = [torch.aminmax(rows[:, slot : slot + num_slots]) for _, slot, num_slots in runs]
+        least = torch.stack([each.min for each in found]).amin()
+        return float(least), float(torch.stack([each.max for each in found]).amax())
+
+
+def _overlaps(source: Sequence[Run], target: Sequence[Run]) -> Iterator[tuple[int, int, int]]:
+    """Slots there, slots here, and how many, of what lies in one run of each."""
+    theirs, ours = iter(source), iter(target)
+    a, b = next(theirs, None), next(ours, None)
+    while a is not None and b is not None:
+        at = max(a.at, b.at)
+        end = min(a.at + a.num_slots, b.at + b.num_slots)
+        yield a.slot + at - a.at, b.slot + at - b.at, end - at
+        a = a if a.at + a.num_slots > end else next(theirs, None)
+        b = b if b.at + b.num_slots > end else next(ours, None)
