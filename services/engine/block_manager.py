@@ -45,10 +45,13 @@ class BlockManager:
         return count <= self.num_free - sum(block in self._cached for block in sharing)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks for writing, all or none. Raises ValueError unless `can_allocate`."""
+        """Takes `count` blocks for writing, all or none. Raises ValueError unless `can_allocate`.
+
+        In the order of their numbers: neighbours are copied together (`kv_rows.py`).
+        """
         if not self.can_allocate(count):
             raise ValueError(f"{count} blocks wanted, {self.num_free} free")
-        blocks = [self._blank.popleft() if self._blank else self._evict() for _ in range(count)]
+        blocks = sorted(self._blank.popleft() if self._blank else self._evict() for _ in range(count))
         self._num_holders.update(dict.fromkeys(blocks, 1))
         return blocks
 

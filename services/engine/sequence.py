@@ -15,7 +15,6 @@ import torch
 from services.engine.completion import Completion
 from services.engine.detokenizer import TextStream
 from services.engine.errors import EngineError, EngineStopped, InvalidKvPage, SequenceReleased
-from services.engine.kv_cache import check_bounds
 from services.engine.kv_coverage import KvCoverage
 from services.engine.kv_rows import KvRows
 from services.engine.prefix_digests import PrefixDigests, SequencePrefix
@@ -217,7 +216,7 @@ class EngineSequence:
                 runs = self._host.cache.runs(self.block_table, token_start, token_end)
                 rows.copy_from(source, layer_start, layer_end, source_runs, runs)
                 check(rows.pieces(layer_start, layer_end, runs))
-                check_bounds(*rows.bounds(layer_start, layer_end, runs))
+                rows.check_numbers(layer_start, layer_end, runs)
             self._coverage.add(*where)
 
     def reset_kv(self) -> None:

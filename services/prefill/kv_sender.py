@@ -21,6 +21,7 @@ from services.wire import token_to_proto
 from services.worker import KvTraffic
 
 _MS = 1000.0
+_SHARED_PAGE_BYTES = 8 * 1024 * 1024  # cost next to nothing to announce; held up by one are 2 ms of a step
 _MOST_AHEAD = 3  # pages that are copied out before their turn, so that the wire never waits for one
 
 
@@ -34,6 +35,7 @@ class KvSender:
 
     Args:
         threads: where pages are copied and checksums computed.
+        max_page_bytes: of a page in a message.
         num_held_tokens: first positions, which the receiver has.
         is_shared: the receiver reads pages out of this worker's pool: they go as names of blocks.
     """
@@ -54,7 +56,7 @@ class KvSender:
         self._identity = identity
         self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
         self._transfer_id = transfer_id
-        self._max_page_bytes = max_page_bytes
+        self._max_page_bytes = _SHARED_PAGE_BYTES if is_shared else max_page_bytes
         self._traffic = traffic
         self._threads = threads
         self._num_held_tokens = num_held_tokens
