@@ -99,7 +99,7 @@ class KvReceiver:
         finally:
             call.cancel()  # leaving the loop early cancels nothing by itself
             await imports.stop()
-        if pool is not None and not self._num_shared:
+        if pool is not None and self._num_pages and not self._num_shared:
             client.forget_pool()  # another process answers at this address
         return self._finish(result)
 

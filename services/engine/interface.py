@@ -93,7 +93,7 @@ class Sequence(Protocol):
     ) -> None:
         """Writes one page, laid out as `export_kv` gives it, into the reserved blocks (HANDOFF).
 
-        From any thread, one page at a time.
+        From any thread.
         Raises InvalidKvPage: ranges outside the context, a size that does not fit, a repeat of a
         (layer, token) already imported; SequenceReleased after release.
         """
@@ -109,7 +109,7 @@ class Sequence(Protocol):
         source_blocks: collections.abc.Sequence[int],
         check: Callable[[Iterable[memoryview]], object],
     ) -> None:
-        """Imports one page from another pool (HANDOFF). From any thread, one page at a time.
+        """Imports one page from another pool (HANDOFF). From any thread.
 
         Args:
             source_blocks: those that hold the page there, which the pool has.

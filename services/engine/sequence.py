@@ -188,11 +188,11 @@ class EngineSequence:
         self._coverage.check(*where)
         page = cache.read_page(layer_end - layer_start, token_end - token_start, payload)
         with self._host.lock():
-            if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
-                raise SequenceReleased(self.request.request_id)
+            self._check_importable()
             # A first token that ended the reply has freed the blocks: its pages lead nowhere.
             if self.state is SequenceState.RESERVED:
                 cache.import_range(self.block_table, layer_start, token_start, page)
+            self._coverage.check(*where)
             self._coverage.add(*where)
 
     def copy_kv(
@@ -210,13 +210,18 @@ class EngineSequence:
         self._coverage.check(*where)
         source_runs = source.runs(source_blocks, token_start, token_end)
         with self._host.lock():
-            if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
-                raise SequenceReleased(self.request.request_id)
+            self._check_importable()
+            runs = []
             if self.state is SequenceState.RESERVED:
                 runs = self._host.cache.runs(self.block_table, token_start, token_end)
                 rows.copy_from(source, layer_start, layer_end, source_runs, runs)
-                check(rows.pieces(layer_start, layer_end, runs))
-                rows.check_numbers(layer_start, layer_end, runs)
+        # Without the lock, which a step may want: reserved blocks are this sequence's until it is released.
+        if runs:
+            check(rows.pieces(layer_start, layer_end, runs))
+            rows.check_numbers(layer_start, layer_end, runs)
+        with self._host.lock():
+            self._check_importable()
+            self._coverage.check(*where)
             self._coverage.add(*where)
 
     def reset_kv(self) -> None:
@@ -323,6 +328,10 @@ class EngineSequence:
         self.num_computed_tokens = num_tokens
         if not self.was_preempted:
             self.num_cached_tokens = num_tokens
+
+    def _check_importable(self) -> None:
+        if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
+            raise SequenceReleased(self.request.request_id)
 
     def _check_exportable(self) -> None:
         if self.state is SequenceState.RELEASED:

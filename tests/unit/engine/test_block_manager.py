@@ -108,9 +108,18 @@ def test_what_was_let_go_longest_ago_is_evicted_first_and_the_end_of_a_chain_bef
     manager.free(old)
     manager.free(new)
     assert (manager.num_cached, manager.num_free) == (4, 4)
-    assert manager.allocate(3) == [old[1], old[0], new[1]]
+    assert [manager.allocate(1) for _ in range(3)] == [[old[1]], [old[0]], [new[1]]]
     assert manager.find(bytes([new[0]])) == new[0]
     assert manager.find(bytes([old[0]])) is None
+
+
+def test_blocks_are_given_out_in_the_order_of_their_numbers() -> None:
+    manager = BlockManager(6)
+    first, second = manager.allocate(3), manager.allocate(3)
+    manager.free(second)
+    manager.free(first)
+    blocks = manager.allocate(5)
+    assert blocks == sorted(blocks)
 
 
 def test_what_is_no_longer_published_is_blank_once_nobody_holds_it() -> None:
