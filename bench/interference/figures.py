@@ -55,7 +55,7 @@ def itl(window: Window, idle: Window) -> Itl:
 
 
 def _single(window: Window) -> list[float]:
-    return [gap.seconds for gap in window.gaps if gap.num_tokens == 1]
+    return [gap.seconds for gap in window.gaps if gap.is_itl]
 
 
 class Figures:

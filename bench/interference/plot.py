@@ -52,7 +52,7 @@ def save_plot(figures: Figures, file: Path) -> None:
 
 
 def _plot_gaps(axes: Axes, window: Window, colour: str, label: str) -> None:
-    gaps = [gap for gap in window.gaps if gap.num_tokens == 1]
+    gaps = [gap for gap in window.gaps if gap.is_itl]
     ends = [gap.began_s + gap.seconds for gap in gaps]
     axes.plot(ends, [gap.seconds * 1000 for gap in gaps], ".", color=colour, markersize=2, label=label)
 

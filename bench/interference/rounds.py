@@ -20,6 +20,11 @@ class Gap:
     seconds: float
     num_tokens: int = 1
 
+    @property
+    def is_itl(self) -> bool:
+        """Whether it is the latency of one token: held-back text comes late for another reason."""
+        return self.num_tokens == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTimes:

@@ -105,7 +105,7 @@ class WindowRunner:
                 asked.append(group.create_task(target.ask(prompt, s.reply_tokens, due, began)))
             end = due + s.every_s
             await asyncio.sleep(end - time.perf_counter())
-            num_gaps = sum(1 for _ in _gaps_within(streams, began, end))
+            num_gaps = sum(gap.is_itl for gap in _gaps_within(streams, began, end))
             if end - began >= s.duration_s and (num_gaps >= s.needed_gaps or not s.needs_gaps):
                 return asked
         raise BenchFailed(

@@ -69,6 +69,7 @@ async def measure_bulk(
         SHARED: lambda: pull(sharing),
     }
     await ways[RAW_ASYNCIO]()  # makes its messages
+    await ways[RAW_THREADED]()
     for number in range(settings.rounds):
         progress(f"bulk: round {number + 1} of {settings.rounds}")
         for place in range(len(WAYS)):

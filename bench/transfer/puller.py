@@ -86,12 +86,12 @@ class Puller:
                 max_page_bytes=self._page_bytes,
                 cache_salt=salt,
             )
+            is_shared = self._client.pool is not None
             began = time.perf_counter()
             transfer = await receiver.pull(self._client, asked, _DEADLINE_S)
             seconds = time.perf_counter() - began
         finally:
             sequence.release()
-        is_shared = self._client.pool is not None
         if transfer.num_shared_pages != (transfer.num_pages if is_shared else 0):
             raise BenchFailed("pages did not go the way that was to be measured")
         return Pull(seconds, transfer.after_first_token_s, transfer.num_bytes, transfer.num_pages)

@@ -49,8 +49,8 @@ def _bulk(bulk: Bulk) -> Topic:
         f"{bulk.num_bytes / 1e6:.0f} MB of KV cache in {bulk.num_messages} messages, from process to process",
         "Request sent to last page verified and written to its block, its prompt computed before. Median of "
         "the rounds (smallest..largest). The bare stream's messages are as large and as many, lie ready in "
-        "memory, each in its own, and are only counted. Of the bare stream: against its faster client in the "
-        "same round.",
+        "memory, each in its own, and are only counted; its channel has the options of Baton's. Of the bare "
+        "stream: against its faster client in the same round.",
         "",
         "GB/s",
         "of the bare stream",

@@ -146,8 +146,9 @@ class Handoff:
                     }
                 )
             outcome = "ok"
-        except (aio.AioRpcError, InvalidKvPage):
-            client.forget_pool()  # a dead worker's pool would stay in memory
+        except (aio.AioRpcError, InvalidKvPage) as error:
+            if isinstance(error, InvalidKvPage) or is_fault(error):
+                client.forget_pool()  # it may be gone, or another's
             raise
         finally:
             self._worker.telemetry.metrics.prefill_attempt(outcome)

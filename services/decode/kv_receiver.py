@@ -14,6 +14,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
+import structlog
+
 from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.interface import Sequence
@@ -24,6 +26,9 @@ from services.kv.mapped_pool import MappedPool
 from services.kv.service import PrefillClient
 from services.worker import KvTraffic
 
+log = structlog.get_logger()
+
+_END_S = 1.0
 _MOST_UNFINISHED = 4  # pages: enough that neither the wire nor the thread waits for the other
 
 
@@ -77,25 +82,30 @@ class KvReceiver:
         imports = Background(self._threads, self._changed.set)
         call = client.prefill(request, timeout=timeout_s)
         try:
-            async for data in call:
-                if result is not None:
-                    raise InvalidKvPage("a message after the result")
-                message = codec.decode_message(data)
-                if isinstance(message, page.Page):
-                    await self._until_unfinished(imports, _MOST_UNFINISHED - 1)
-                    self._count(message)
-                    imports.start(partial(self._import, message, request.transfer_id, pool))
-                    continue
-                match message.WhichOneof("message"):
-                    case "first_token":
-                        self._take_first_token(message.first_token)
-                    case "result":
-                        result = message.result
-                        await self._until_unfinished(imports, 0)
-                        if self._num_shared:
-                            await client.release(request.transfer_id)
-                    case unknown:
-                        raise InvalidKvPage(f"unknown prefill message {unknown!r}")
+            async with asyncio.timeout(None) as bound:
+                async for data in call:
+                    if result is not None:
+                        raise InvalidKvPage("a message after the result")
+                    message = codec.decode_message(data)
+                    if isinstance(message, page.Page):
+                        await self._until_unfinished(imports, _MOST_UNFINISHED - 1)
+                        self._count(message, pool)
+                        imports.start(partial(self._import, message, request.transfer_id, pool))
+                        continue
+                    match message.WhichOneof("message"):
+                        case "first_token":
+                            self._take_first_token(message.first_token)
+                        case "result":
+                            result = message.result
+                            await self._until_unfinished(imports, 0)
+                            if self._num_shared:
+                                await client.release(request.transfer_id)
+                            # All is here: whoever does not end the call is not waited for.
+                            bound.reschedule(asyncio.get_running_loop().time() + _END_S)
+                        case unknown:
+                            raise InvalidKvPage(f"unknown prefill message {unknown!r}")
+        except TimeoutError:
+            log.warning("prefill did not end a call whose result it has sent", transfer=request.transfer_id)
         finally:
             call.cancel()  # leaving the loop early cancels nothing by itself
             await imports.stop()
@@ -118,11 +128,16 @@ class KvReceiver:
                 await self._changed.wait()
         imports.check()
 
-    def _count(self, received: page.Page) -> None:
-        num_bytes = len(received.payload)
-        if received.header.blocks:
+    def _count(self, received: page.Page, pool: MappedPool | None) -> None:
+        """Raises InvalidKvPage for a page in shared memory that cannot be one; else its ranges are believed."""
+        header, num_bytes = received.header, len(received.payload)
+        if header.blocks:
+            if pool is None:
+                raise InvalidKvPage("a page in shared memory, which was not asked for")
+            where = page.range_of(header)
+            pool.check(where, header.blocks)
+            num_bytes = page.num_bytes(self._identity, where)
             self._num_shared += 1
-            num_bytes = page.num_bytes(self._identity, page.range_of(received.header))
         self._num_pages += 1
         self._num_bytes += num_bytes
         self._traffic.received += num_bytes
@@ -130,18 +145,14 @@ class KvReceiver:
     def _import(self, received: page.Page, transfer_id: str, pool: MappedPool | None) -> None:
         """In a thread, one page at a time."""
         header = received.header
-        if not header.blocks:
+        if pool is None or not header.blocks:
             where = page.verify(header, [received.payload], transfer_id, self._identity)
             self._sequence.import_kv(*where, received.payload)
             return
-        if pool is None:
-            raise InvalidKvPage("a page in shared memory, which was not asked for")
-        where, blocks = page.range_of(header), list(header.blocks)
-        pool.check(where, blocks)
         self._sequence.copy_kv(
-            *where,
+            *page.range_of(header),
             pool.rows,
-            blocks,
+            header.blocks,
             lambda pieces: page.verify(header, pieces, transfer_id, self._identity),
         )
 

@@ -214,6 +214,7 @@ class HfEngine(PagedEngine):
         """Ends a sequence with an error; the lock is held."""
         if sequence.state is not SequenceState.RELEASED:
             sequence.state = SequenceState.ENDED
+            sequence.failure = failure
         self._remove(sequence)
         return Delivery(sequence, [], failure)
 

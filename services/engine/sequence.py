@@ -72,6 +72,7 @@ class EngineSequence:
         self.num_held_tokens = 0  # found there by a sequence that imports the rest
         self.num_once_computed_tokens = 0  # before a preemption; computed again if not found in the cache
         self.was_preempted = False
+        self.failure: EngineError | None = None  # what took its blocks away
         self.computes_locally = mode is not SubmitMode.HANDOFF
         self.submitted_at = time.monotonic()
         self.first_chunk_at: float | None = None
@@ -177,8 +178,10 @@ class EngineSequence:
             self._check_exportable()
             cache = self._host.cache
             runs = cache.runs(self.block_table, token_start, token_end)
-            look(cache.rows.pieces(layer_start, layer_end, runs))
-            return self.block_table[token_start // cache.block_size : -(-token_end // cache.block_size)]
+            blocks = self.block_table[token_start // cache.block_size : -(-token_end // cache.block_size)]
+        # Without the lock, which a step may want: once the blocks are let go, nobody asks what was seen.
+        look(cache.rows.pieces(layer_start, layer_end, runs))
+        return blocks
 
     def import_kv(
         self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
@@ -215,10 +218,16 @@ class EngineSequence:
             if self.state is SequenceState.RESERVED:
                 runs = self._host.cache.runs(self.block_table, token_start, token_end)
                 rows.copy_from(source, layer_start, layer_end, source_runs, runs)
-        # Without the lock, which a step may want: reserved blocks are this sequence's until it is released.
-        if runs:
-            check(rows.pieces(layer_start, layer_end, runs))
-            rows.check_numbers(layer_start, layer_end, runs)
+        # Without the lock, which a step may want. A first token that ends the reply meanwhile frees the
+        # blocks: what they hold by then says nothing of the page.
+        try:
+            if runs:
+                check(rows.pieces(layer_start, layer_end, runs))
+                rows.check_numbers(layer_start, layer_end, runs)
+        except InvalidKvPage:
+            with self._host.lock():
+                if self.state is SequenceState.RESERVED:
+                    raise
         with self._host.lock():
             self._check_importable()
             self._coverage.check(*where)
@@ -337,7 +346,7 @@ class EngineSequence:
         if self.state is SequenceState.RELEASED:
             raise SequenceReleased(self.request.request_id)
         if not self.block_table:
-            raise EngineStopped("the sequence's step has failed")
+            raise self.failure or EngineStopped("the sequence's step has failed")
 
     def _run(self) -> None:
         self.computes_locally = True

@@ -48,17 +48,21 @@ class SharedPool:
     def __init__(self, num_bytes: int) -> None:
         self._fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.offer = SharedPoolOffer(secrets.token_bytes(ID_BYTES), os.getpid(), self._fd, num_bytes)
-        os.ftruncate(self._fd, num_bytes + ID_BYTES)
-        self._memory = mmap.mmap(self._fd, num_bytes + ID_BYTES)
-        self._memory[num_bytes:] = self.offer.pool_id
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        try:
+            os.ftruncate(self._fd, num_bytes + ID_BYTES)
+            self._memory = mmap.mmap(self._fd, num_bytes + ID_BYTES)
+            self._memory[num_bytes:] = self.offer.pool_id
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            self.close()
+            raise
 
     def tensor(self) -> torch.Tensor:
         """All of it, as bytes; zeros at first."""
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=self.offer.num_bytes)
 
     def close(self) -> None:
-        """Nobody can map it from now on. Idempotent."""
+        """Nobody finds it under the offer from now on. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -50,6 +50,7 @@ class Background:
         if self._trip is not None:
             await asyncio.wait((self._trip,))
         self._jobs.clear()
+        self._error = None  # whose traceback holds what the jobs held
 
     def _send(self) -> None:
         if self._trip is None and self._jobs and not self._is_stopped:
@@ -66,8 +67,10 @@ class Background:
         self._on_change()
 
     def _run(self) -> None:
-        """In a thread."""
-        while self._jobs and not self._is_stopped:
+        """In a thread. Not what is started meanwhile: others wait for the thread, too."""
+        for _ in range(len(self._jobs)):
+            if self._is_stopped:
+                return
             self._jobs[0]()
             self._jobs.popleft()
             if not self._is_told and not self._loop.is_closed():

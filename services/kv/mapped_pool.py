@@ -5,9 +5,12 @@ the call ends. Nothing it says is trusted: what is read is checked like what com
 been copied.
 """
 
+import fcntl
 import mmap
 import os
 import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -37,7 +40,7 @@ class MappedPool:
         row = identity.num_kv_heads * identity.head_size
         self.rows = KvRows(data.view(2 * identity.num_layers, -1, row), block_size)
 
-    def check(self, where: PageRange, blocks: list[int]) -> None:
+    def check(self, where: PageRange, blocks: Sequence[int]) -> None:
         """Raises InvalidKvPage for blocks that the pool does not have, or that cannot hold this page."""
         size, num_layers = self.rows.block_size, self.rows.data.shape[0] // 2
         if not (where.layer_start < where.layer_end <= num_layers and where.token_start < where.token_end):
@@ -55,20 +58,26 @@ def map_pool(info: common_pb2.WorkerInfo, identity: ModelIdentity) -> MappedPool
     if len(offer.id) != ID_BYTES or not offer.num_bytes or offer.num_bytes % unit or not info.block_size:
         return None
     try:
-        # Whatever these numbers mean here, opening it must neither wait nor change anything.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", flags)
-    except OSError:
+        with _opened(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_PATH) as place:
+            if not stat.S_ISREG(os.fstat(place).st_mode):  # opening a device may do something
+                return None
+            with _opened(f"/proc/self/fd/{place}", os.O_RDONLY) as fd:
+                if os.fstat(fd).st_size != offer.num_bytes + ID_BYTES:
+                    return None
+                if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:  # reading it could kill us
+                    return None
+                if os.pread(fd, ID_BYTES, offer.num_bytes) != offer.id:
+                    return None
+                memory = mmap.mmap(fd, offer.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except (OSError, ValueError):
         return None
+    return MappedPool(offer.id, memory, offer.num_bytes, info.block_size, identity)
+
+
+@contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != offer.num_bytes + ID_BYTES:
-            return None
-        if os.pread(fd, ID_BYTES, offer.num_bytes) != offer.id:
-            return None
-        memory = mmap.mmap(fd, offer.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-    except OSError:
-        return None
+        yield fd
     finally:
         os.close(fd)
-    return MappedPool(offer.id, memory, offer.num_bytes, info.block_size, identity)

@@ -40,6 +40,8 @@ class PrefillClient:
         self.stub = prefill_pb2_grpc.PrefillStub(channel)
         self.pool: MappedPool | None = None
         self._mapping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._channel = channel
         self._prefill: aio.UnaryStreamMultiCallable[prefill_pb2.PrefillRequest, bytes] = channel.unary_stream(
             f"/{_SERVICE}/Prefill", request_serializer=prefill_pb2.PrefillRequest.SerializeToString
         )
@@ -59,6 +61,7 @@ class PrefillClient:
         """It is not, or no longer, the worker's: somebody else may answer at its address."""
         self.pool = None
         self._mapping = None
+        self._watching = None
 
     async def _map_pool(self, identity: ModelIdentity) -> None:
         try:
@@ -67,8 +70,18 @@ class PrefillClient:
         except aio.AioRpcError:
             self._mapping = None  # asked again by the next transfer
             return
-        if self._mapping is asyncio.current_task():
+        if self._mapping is asyncio.current_task() and pool is not None:
             self.pool = pool
+            self._watching = asyncio.create_task(self._forget_with_connection())
+
+    async def _forget_with_connection(self) -> None:
+        """A dead worker's pool would stay in memory, and nobody may ever call its address again."""
+        ready = grpc.ChannelConnectivity.READY
+        with suppress(Exception):  # whatever a channel that is being closed raises
+            while self._channel.get_state() is ready:
+                await self._channel.wait_for_state_change(ready)
+        if self._watching is asyncio.current_task():
+            self.forget_pool()
 
     async def release(self, transfer_id: str) -> None:
         """Tells the worker that a transfer's pages have been read; else the end of the call does."""

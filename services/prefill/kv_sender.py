@@ -21,7 +21,7 @@ from services.wire import token_to_proto
 from services.worker import KvTraffic
 
 _MS = 1000.0
-_SHARED_PAGE_BYTES = 8 * 1024 * 1024  # cost next to nothing to announce; held up by one are 2 ms of a step
+SHARED_PAGE_BYTES = 8 * 1024 * 1024  # cost next to nothing to announce; held up by one are 2 ms of a step
 _MOST_AHEAD = 3  # pages that are copied out before their turn, so that the wire never waits for one
 
 
@@ -51,12 +51,13 @@ class KvSender:
         num_held_tokens: int = 0,
         *,
         is_shared: bool = False,
+        shared_page_bytes: int = SHARED_PAGE_BYTES,
     ) -> None:
         self._sequence = sequence
         self._identity = identity
         self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
         self._transfer_id = transfer_id
-        self._max_page_bytes = _SHARED_PAGE_BYTES if is_shared else max_page_bytes
+        self._max_page_bytes = shared_page_bytes if is_shared else max_page_bytes
         self._traffic = traffic
         self._threads = threads
         self._num_held_tokens = num_held_tokens
@@ -82,12 +83,14 @@ class KvSender:
                 self._changed.clear()
                 while self._waiting and sealing.num_unfinished + len(self._sealed) < _MOST_AHEAD:
                     sealing.start(partial(self._seal, self._waiting.popleft()))
+                # Before what has been sealed is looked at: a page that is sealed in between would be lost.
+                is_over = self._has_ended and not sealing.num_unfinished
                 if self._first_token is not None:
                     first, self._first_token = self._first_token, None
                     yield self._announce(first)
                 elif self._sealed:
                     yield self._count(self._sealed.popleft())
-                elif self._has_ended and not sealing.num_unfinished:
+                elif is_over:
                     await collect  # raises here what ended the sequence early
                     break
                 else:
@@ -97,6 +100,7 @@ class KvSender:
         finally:
             collect.cancel()
             await sealing.stop()
+            await asyncio.gather(collect, return_exceptions=True)
 
     async def _collect(self) -> None:
         try:

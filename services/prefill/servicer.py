@@ -66,7 +66,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             async with aclosing(sender.messages()) as messages:
                 async for message in messages:
                     await context.write(message)
-            if is_shared:
+            if is_shared and sender.num_pages:
                 await taken.wait()
         finally:
             sequence.release()

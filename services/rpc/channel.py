@@ -8,8 +8,8 @@
 - Pages are 2 MB, the fastest size measured on loopback with all that is done to a page (512 kB: two thirds
   as fast; a bare stream is fastest at 1 MB); the limit stands at twice that, on purpose, on both ends.
 - Frames and reads are as large as half a page: a quarter less CPU for the receiver than with gRPC's 16 kB.
-- At most half a page is under way at once. gRPC would measure the link and allow several MB, which on
-  a slow one are seconds: the first token would queue behind pages, and so would the answer to a ping,
+- At most half a page of a call is under way at once. gRPC would measure the link and allow several MB, which
+  on a slow one are seconds: the first token would queue behind pages, and so would the answer to a ping,
   which is then taken for silence although bytes arrive all the time (seen at 1 MB/s with 6 MB and more).
   On loopback pages move as fast either way.
 - Connections have no maximum age: calls last as long as replies do, and draining is what moves them.

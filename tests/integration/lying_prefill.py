@@ -33,6 +33,9 @@ class LyingPrefill(prefill_pb2_grpc.PrefillServicer):
         async with aio.insecure_channel(self._honest) as channel:
             info = await prefill_pb2_grpc.PrefillStub(channel).GetInfo(request)
         info.instance = "a liar"
+        info.ClearField(
+            "shared_pool"
+        )  # it passes on whole answers, and the honest one would wait for a reader
         return info
 
     async def WatchLoad(self, request, context):  # type: ignore[no-untyped-def]

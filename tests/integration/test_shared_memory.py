@@ -84,6 +84,16 @@ async def test_a_prefill_worker_that_is_replaced_is_read_anew_and_the_dead_ones_
             await eventually(worker.is_idle, timeout=2)
 
 
+async def test_a_dead_workers_memory_is_let_go_though_nobody_calls_its_address_again(
+    tmp_path: Path,
+) -> None:
+    async with workers(tmp_path, {}) as (prefill, decode):
+        await until_shared(decode.decode, prefill.address)
+        assert num_mapped(decode) == 1
+        prefill.kill()
+        await eventually(lambda: num_mapped(decode) == 0, timeout=10)
+
+
 async def test_a_reader_that_is_killed_in_mid_read_leaves_no_block_behind(tmp_path: Path) -> None:
     async with workers(tmp_path, {}) as (prefill, decode):
         await until_shared(decode.decode, prefill.address)

@@ -449,6 +449,23 @@ async def test_requests_that_bar_what_the_model_leaves_end_nothing_but_themselve
         assert (await complete(engine, make_request(PROMPTS[1], 4)))[0] == [5] * 4
 
 
+async def test_pages_that_wait_when_their_request_is_refused_are_refused_for_the_same_reason(
+    llama: Path,
+) -> None:
+    """Not as if the worker had failed, which would count against it."""
+    async with running_engine(llama, runner_type=_OnlyOneToken) as engine:
+        request = make_request(PROMPTS[1], 4, stop_token_ids=(5,), ignore_eos=True)
+        sequence = engine.submit(request, SubmitMode.PREFILL_ONLY)
+        with pytest.raises(InvalidRequest):
+            async for _ in sequence.events():
+                pass
+        with pytest.raises(InvalidRequest):
+            sequence.export_kv(0, 1, 0, 1)
+        with pytest.raises(InvalidRequest):
+            sequence.look_at_kv(0, 1, 0, 1, lambda pieces: None)
+        sequence.release()
+
+
 class _OnlyOneToken(ModelRunner):
     """Gives every token but one no chance."""
 

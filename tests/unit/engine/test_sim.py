@@ -1,7 +1,7 @@
 """The simulated engine: replies depend on requests alone, blocks and pages are real."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,54 @@ async def test_pages_in_the_wrong_place_are_noticed(engine: SimEngine) -> None:
             target.accept_first_token(event.token)
     with pytest.raises(InvalidKvPage, match="not this prompt's"):
         target.join()
+    source.release()
+    target.release()
+
+
+async def test_a_first_token_that_ends_the_reply_while_a_page_is_checked_makes_it_no_bad_page(
+    engine: SimEngine,
+) -> None:
+    """The blocks are somebody else's by then; what they hold says nothing of whoever sent the page."""
+    source = engine.submit(make_request(PROMPT, 1), SubmitMode.PREFILL_ONLY)
+    target = engine.submit(make_request(PROMPT, 1), SubmitMode.HANDOFF)
+    await target.reserved()
+    async for _ in source.events():
+        pass
+    where = (0, 2, target.num_held_tokens, len(PROMPT))
+    seen: list[bytes] = []
+    blocks = source.look_at_kv(*where, lambda pieces: seen.extend(map(bytes, pieces)))
+
+    def check(pieces: Iterable[memoryview]) -> None:
+        assert b"".join(pieces) == b"".join(seen)
+        target.accept_first_token(SampledToken(70))
+        raise InvalidKvPage("overwritten meanwhile")
+
+    target.copy_kv(*where, engine.cache.rows, blocks, check)
+    assert target.kv_complete
+    source.release()
+    target.release()
+
+
+async def test_a_page_that_is_refused_after_it_was_copied_is_copied_again(engine: SimEngine) -> None:
+    source = engine.submit(make_request(PROMPT, 5), SubmitMode.PREFILL_ONLY)
+    target = engine.submit(make_request(PROMPT, 5), SubmitMode.HANDOFF)
+    await target.reserved()
+    async for _ in source.events():
+        pass
+    where = (0, 2, target.num_held_tokens, len(PROMPT))
+
+    def refuse(pieces: Iterable[memoryview]) -> None:
+        raise InvalidKvPage("scripted")
+
+    blocks = source.look_at_kv(*where, lambda pieces: None)
+    with pytest.raises(InvalidKvPage, match="scripted"):
+        target.copy_kv(*where, engine.cache.rows, blocks, refuse)
+    assert not target.kv_complete
+    target.copy_kv(*where, engine.cache.rows, blocks, lambda pieces: None)
+    with pytest.raises(InvalidKvPage, match="imported already"):
+        target.copy_kv(*where, engine.cache.rows, blocks, lambda pieces: None)
+    target.accept_first_token(SampledToken(70))
+    target.join()
     source.release()
     target.release()
 

@@ -4,6 +4,7 @@ The simulated engine's keys and values follow from token, position and layer, an
 join, so a cache that is wrong anywhere does not go unnoticed.
 """
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,11 @@ from services.engine.errors import InvalidKvPage
 from services.engine.request import SampledToken, SubmitMode
 from services.engine.sim import SimEngine
 from services.engine.sim_model import write_sim_model
+from services.kv import codec
+from services.kv.background import Background
 from services.kv.mapped_pool import map_pool
 from services.kv.service import PrefillCall, PrefillClient
+from services.prefill import kv_sender
 from services.prefill.kv_sender import KvSender
 from services.wire import info_to_proto
 from services.worker import KvTraffic
@@ -37,8 +41,9 @@ Damage = Callable[[Messages, random.Random], Messages]
 class _Call:
     """Messages that have been recorded, as a call in progress."""
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: Messages, *, ends: bool) -> None:
         self._messages = messages
+        self._ends = ends
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._iterate()
@@ -46,20 +51,23 @@ class _Call:
     async def _iterate(self) -> AsyncIterator[bytes]:
         for message in self._messages:
             yield message
+        if not self._ends:
+            await asyncio.Event().wait()
 
     def cancel(self) -> bool:
         return True
 
 
 class _Client(PrefillClient):
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: Messages, *, ends: bool) -> None:
         self.pool = None
         self._messages = messages
+        self._ends = ends
         self.released: list[str] = []
 
     def prefill(self, request: prefill_pb2.PrefillRequest, timeout: float | None) -> PrefillCall:
         request.transfer_id = TRANSFER
-        return _Call(self._messages)
+        return _Call(self._messages, ends=self._ends)
 
     async def release(self, transfer_id: str) -> None:
         self.released.append(transfer_id)
@@ -130,6 +138,7 @@ class Pair:
             KvTraffic(),
             self.threads,
             is_shared=is_shared,
+            shared_page_bytes=MAX_PAGE_BYTES,
         )
         messages = [
             message if isinstance(message, bytes) else message.SerializeToString()
@@ -137,12 +146,13 @@ class Pair:
         ]
         return messages, sequence.release
 
-    async def receive(self, messages: Messages, *, is_shared: bool) -> bool:
+    async def receive(self, messages: Messages, *, is_shared: bool, ends: bool = True) -> bool:
         """Whether the transfer was taken for whole; joins then, which looks at every number."""
+        traffic = KvTraffic()
         sequence = self.target.submit(make_request(PROMPT, 4), SubmitMode.HANDOFF)
         try:
             await sequence.reserved()
-            client = _Client(messages)
+            client = _Client(messages, ends=ends)
             if is_shared:
                 info = info_to_proto(self.source.info, 1, "source", runs_prompts=True)
                 client.pool = map_pool(info, self.source.info.identity)
@@ -150,7 +160,7 @@ class Pair:
             receiver = KvReceiver(
                 sequence,
                 self.target.info.identity,
-                KvTraffic(),
+                traffic,
                 self.threads,
                 lambda message: sequence.accept_first_token(SampledToken(message.token.token_id)),
             )
@@ -164,6 +174,7 @@ class Pair:
             return True
         finally:
             sequence.release()
+            assert 0 <= traffic.received <= 2 * len(PROMPT) * 128, "a load report could not say that"
 
 
 @pytest.fixture
@@ -222,15 +233,67 @@ async def test_a_page_in_shared_memory_that_was_not_asked_for_is_an_error(pair: 
     release()
 
 
-async def test_a_page_of_nan_is_an_error_however_it_comes(pair: Pair) -> None:
-    for is_shared in (True, False):
-        sequence = pair.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
-        await anext(sequence.events())
-        for layer in pair.source.cache.layers:
-            layer.keys.fill_(torch.nan)
-        sequence.release()
-        honest, release = await pair.record(is_shared=is_shared)
-        for layer in pair.source.cache.layers:
-            layer.keys.fill_(torch.nan)
-        assert not await pair.receive(honest, is_shared=is_shared)
-        release()
+@pytest.mark.parametrize("is_shared", [False, True], ids=["inline", "shared"])
+async def test_a_page_of_nan_is_an_error_however_it_comes(
+    pair: Pair,
+    is_shared: bool,  # noqa: FBT001
+) -> None:
+    sequence = pair.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
+    async for _ in sequence.events():
+        pass
+    for layer in pair.source.cache.layers:
+        layer.keys.fill_(torch.nan)
+    sequence.release()
+    honest, release = await pair.record(is_shared=is_shared)  # finds them in the prefix cache
+    assert not await pair.receive(honest, is_shared=is_shared)
+    release()
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        {"token_start": 2**32 - 1, "token_end": 0, "layer_end": 1},
+        {"layer_start": 2**32 - 1, "layer_end": 0, "token_end": 1},
+        {"layer_end": 2**32 - 1, "token_end": 2**32 - 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_shared", [False, True], ids=["inline", "shared"])
+async def test_ranges_that_are_none_are_not_counted(
+    pair: Pair,
+    ranges: dict[str, int],
+    is_shared: bool,  # noqa: FBT001
+) -> None:
+    """`receive` looks at what is counted: no load report holds a negative number, or so large a one."""
+    header = prefill_pb2.KvPage(transfer_id=TRANSFER, dtype="float32", blocks=[0], **ranges)
+    assert not await pair.receive([codec.encode_page(header, memoryview(b""))], is_shared=is_shared)
+
+
+async def test_a_call_that_does_not_end_after_its_result_is_left(pair: Pair) -> None:
+    """Prefill may not have heard that its pages have been read, and then waits for the call to end."""
+    honest, release = await pair.record(is_shared=True)
+    async with asyncio.timeout(5):
+        assert await pair.receive(honest, is_shared=True, ends=False)
+    release()
+
+
+class _LateLook(Background):
+    """Runs its job just when somebody asks whether there is one left."""
+
+    def start(self, job: Callable[[], None]) -> None:
+        self._late = job
+
+    @property
+    def num_unfinished(self) -> int:
+        if (job := vars(self).pop("_late", None)) is not None:
+            job()
+        return 0
+
+
+async def test_a_page_that_is_sealed_while_the_sender_looks_is_sent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_sender, "Background", _LateLook)
+    honest, release = await pair.record(is_shared=False)
+    assert await pair.receive(honest, is_shared=False)
+    release()

@@ -98,3 +98,20 @@ async def test_a_job_that_nobody_started_in_time_is_not_forgotten(threads: Threa
         jobs.start(lambda number=number: ran.append(number))  # type: ignore[misc]
         await eventually(lambda number=number: len(ran) > number)  # type: ignore[misc]
     assert ran == list(range(300))
+
+
+async def test_nobody_keeps_a_thread_that_others_wait_for(threads: ThreadPoolExecutor) -> None:
+    order: list[str] = []
+    greedy: Background
+
+    def again() -> None:
+        if len(order) < 50:
+            greedy.start(lambda: order.append("greedy"))
+
+    greedy = Background(threads, again)
+    modest = Background(threads, lambda: None)
+    greedy.start(lambda: order.append("greedy"))
+    modest.start(lambda: order.append("modest"))
+    await eventually(lambda: len(order) >= 50)
+    assert order.index("modest") < 10
+    await greedy.stop()

@@ -127,6 +127,21 @@ def test_numbers_that_mean_something_else_here_do_no_harm(owner: Owner, tmp_path
         os.close(fd)
 
 
+def test_what_can_be_shortened_is_not_mapped(owner: Owner, tmp_path: Path) -> None:
+    """Whoever reads a page that is no longer there is killed."""
+    offer = owner.pool.offer
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    for fd in (unsealed, file):
+        os.ftruncate(fd, offer.num_bytes + ID_BYTES)
+        os.pwrite(fd, offer.pool_id, offer.num_bytes)
+        info = common_pb2.WorkerInfo()
+        info.CopyFrom(owner.info)
+        info.shared_pool.fd = fd
+        assert map_pool(info, IDENTITY) is None
+        os.close(fd)
+
+
 def test_nobody_else_writes_or_shortens_it(owner: Owner) -> None:
     offer = owner.pool.offer
     fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR)
