@@ -129,7 +129,7 @@ class KvReceiver:
         imports.check()
 
     def _count(self, received: page.Page, pool: MappedPool | None) -> None:
-        """Raises InvalidKvPage for a page in shared memory that cannot be one; else its ranges are believed."""
+        """Raises InvalidKvPage for what cannot be a page in shared memory, before its ranges are used."""
         header, num_bytes = received.header, len(received.payload)
         if header.blocks:
             if pool is None:
