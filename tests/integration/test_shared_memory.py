@@ -57,6 +57,7 @@ async def test_what_decode_holds_is_not_read_again(tmp_path: Path) -> None:
         assert moved == [KV_BYTES, 128]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refuses", ["prefill", "decode"])
 async def test_either_end_may_refuse(tmp_path: Path, refuses: str) -> None:
     async with workers(tmp_path, {refuses: "grpc"}) as (prefill, decode):
@@ -66,6 +67,7 @@ async def test_either_end_may_refuse(tmp_path: Path, refuses: str) -> None:
             assert reply.finished.handoff.num_shared_pages == 0
 
 
+@pytest.mark.slow
 async def test_a_prefill_worker_that_is_replaced_is_read_anew_and_the_dead_ones_memory_is_let_go(
     tmp_path: Path,
 ) -> None:
@@ -84,6 +86,7 @@ async def test_a_prefill_worker_that_is_replaced_is_read_anew_and_the_dead_ones_
             await eventually(worker.is_idle, timeout=2)
 
 
+@pytest.mark.slow
 async def test_a_dead_workers_memory_is_let_go_though_nobody_calls_its_address_again(
     tmp_path: Path,
 ) -> None:
@@ -94,6 +97,7 @@ async def test_a_dead_workers_memory_is_let_go_though_nobody_calls_its_address_a
         await eventually(lambda: num_mapped(decode) == 0, timeout=10)
 
 
+@pytest.mark.slow
 async def test_a_reader_that_is_killed_in_mid_read_leaves_no_block_behind(tmp_path: Path) -> None:
     async with workers(tmp_path, {}) as (prefill, decode):
         await until_shared(decode.decode, prefill.address)
