@@ -64,6 +64,7 @@ class KvReceiver:
         self._on_first_token = on_first_token
         self._changed = asyncio.Event()
         self._first_token_at: float | None = None
+        self._imported_at = 0.0
         self._num_pages = 0
         self._num_bytes = 0
         self._num_shared = 0  # pages
@@ -98,6 +99,7 @@ class KvReceiver:
                         case "result":
                             result = message.result
                             await self._until_unfinished(imports, 0)
+                            self._imported_at = time.monotonic()
                             if self._num_shared:
                                 await client.release(request.transfer_id)
                             # All is here: whoever does not end the call is not waited for.
@@ -168,5 +170,5 @@ class KvReceiver:
             )
         if not self._sequence.kv_complete:
             raise InvalidKvPage("parts of the KV cache are missing")
-        after_s = time.monotonic() - self._first_token_at
+        after_s = max(0.0, self._imported_at - self._first_token_at)
         return Transfer(self._num_pages, self._num_shared, self._num_bytes, after_s)

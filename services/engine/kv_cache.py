@@ -21,7 +21,7 @@ from services.engine.placement import copies_for
 # Payloads are views of received messages, which are read-only, and are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class KvLayout:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def bytes_per_token(self) -> int:

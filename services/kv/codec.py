@@ -54,16 +54,6 @@ class PageMessage:
         return self._message
 
 
-def encode_page(header: prefill_pb2.KvPage, payload: memoryview) -> bytes:
-    """The same, of a payload that lies elsewhere."""
-    bare = prefill_pb2.KvPage()
-    bare.CopyFrom(header)
-    bare.ClearField("checksum")
-    message = PageMessage(bare, len(payload))
-    message.payload[:] = payload
-    return message.finish(header.checksum)
-
-
 def decode_message(data: bytes) -> Page | prefill_pb2.PrefillMessage:
     """The page in a message, its payload a view of `data`; or whatever else the message holds.
 

@@ -14,9 +14,8 @@ import xxhash
 
 from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
+from services.engine.kv_cache import DTYPES
 from services.engine.request import ModelIdentity
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class PageRange(NamedTuple):
@@ -42,17 +41,17 @@ class Page(NamedTuple):
 
 def bytes_per_token_layer(identity: ModelIdentity) -> int:
     """Keys and values of one token in one layer: 2 x kv heads x head size x element bytes."""
-    return 2 * identity.num_kv_heads * identity.head_size * _DTYPES[identity.dtype].itemsize
+    return 2 * identity.num_kv_heads * identity.head_size * DTYPES[identity.dtype].itemsize
 
 
 def dtype_of(identity: ModelIdentity) -> torch.dtype:
     """Of the elements of the identity's cache."""
-    return _DTYPES[identity.dtype]
+    return DTYPES[identity.dtype]
 
 
 def tensor_over(payload: memoryview, identity: ModelIdentity) -> torch.Tensor:
     """The elements of a payload, (elements,), in its memory."""
-    return torch.frombuffer(payload, dtype=_DTYPES[identity.dtype])
+    return torch.frombuffer(payload, dtype=DTYPES[identity.dtype])
 
 
 def num_bytes(identity: ModelIdentity, where: PageRange) -> int:

@@ -68,7 +68,8 @@ class PrefillClient:
             info = await self.stub.GetInfo(common_pb2.GetInfoRequest(), timeout=_INFO_S)
             pool = map_pool(info, identity)
         except aio.AioRpcError:
-            self._mapping = None  # asked again by the next transfer
+            if self._mapping is asyncio.current_task():
+                self._mapping = None  # asked again by the next transfer
             return
         if self._mapping is asyncio.current_task() and pool is not None:
             self.pool = pool

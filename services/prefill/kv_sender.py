@@ -21,7 +21,7 @@ from services.wire import token_to_proto
 from services.worker import KvTraffic
 
 _MS = 1000.0
-SHARED_PAGE_BYTES = 8 * 1024 * 1024  # cost next to nothing to announce; held up by one are 2 ms of a step
+SHARED_PAGE_BYTES = 8 * 1024 * 1024  # announcing one costs next to nothing; decode copies it in about a ms
 _MOST_AHEAD = 3  # pages that are copied out before their turn, so that the wire never waits for one
 
 

@@ -21,7 +21,6 @@ from services.engine.errors import InvalidKvPage
 from services.engine.request import SampledToken, SubmitMode
 from services.engine.sim import SimEngine
 from services.engine.sim_model import write_sim_model
-from services.kv import codec
 from services.kv.background import Background
 from services.kv.mapped_pool import map_pool
 from services.kv.service import PrefillCall, PrefillClient
@@ -30,6 +29,7 @@ from services.prefill.kv_sender import KvSender
 from services.wire import info_to_proto
 from services.worker import KvTraffic
 from tests.unit.engine.tiny_models import make_request
+from tests.unit.services.kv.test_page import encode_page
 
 PROMPT = [number * 7 % 200 + 5 for number in range(150)]
 MAX_PAGE_BYTES = 4096  # 32 tokens of both layers
@@ -266,7 +266,7 @@ async def test_ranges_that_are_none_are_not_counted(
 ) -> None:
     """`receive` looks at what is counted: no load report holds a negative number, or so large a one."""
     header = prefill_pb2.KvPage(transfer_id=TRANSFER, dtype="float32", blocks=[0], **ranges)
-    assert not await pair.receive([codec.encode_page(header, memoryview(b""))], is_shared=is_shared)
+    assert not await pair.receive([encode_page(header, memoryview(b""))], is_shared=is_shared)
 
 
 async def test_a_call_that_does_not_end_after_its_result_is_left(pair: Pair) -> None:

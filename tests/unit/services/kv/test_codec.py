@@ -10,7 +10,7 @@ from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.kv import codec
 from services.kv.page import Page
-from tests.unit.services.kv.test_page import WHERE, sealed, verify
+from tests.unit.services.kv.test_page import WHERE, encode_page, sealed, verify
 
 uint32 = st.integers(0, 2**32 - 1)
 headers = st.builds(
@@ -27,7 +27,7 @@ headers = st.builds(
 
 @given(headers, st.binary(max_size=1000))
 def test_protobuf_reads_what_is_written(header: prefill_pb2.KvPage, payload: bytes) -> None:
-    message = prefill_pb2.PrefillMessage.FromString(codec.encode_page(header, memoryview(payload)))
+    message = prefill_pb2.PrefillMessage.FromString(encode_page(header, memoryview(payload)))
     header.payload = payload
     assert message.page == header
 
@@ -59,7 +59,7 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
 
 
 def test_a_page_that_is_not_the_first_field_is_read_too() -> None:
-    whole = bytes([15 << 3 | 0, 1]) + codec.encode_page(*sealed())
+    whole = bytes([15 << 3 | 0, 1]) + encode_page(*sealed())
     read = codec.decode_message(whole)
     assert isinstance(read, Page)
     assert verify(read) == WHERE
@@ -67,7 +67,7 @@ def test_a_page_that_is_not_the_first_field_is_read_too() -> None:
 
 @pytest.mark.parametrize("cut", range(1, 60))
 def test_a_message_that_is_cut_off_is_an_error(cut: int) -> None:
-    whole = codec.encode_page(*sealed())
+    whole = encode_page(*sealed())
     with pytest.raises(InvalidKvPage):
         codec.decode_message(whole[:-cut])
 
@@ -75,7 +75,7 @@ def test_a_message_that_is_cut_off_is_an_error(cut: int) -> None:
 def test_damage_anywhere_is_an_error_or_does_no_harm() -> None:
     """Every bit of a message, payload apart, and some of those."""
     honest = sealed()
-    whole = codec.encode_page(*honest)
+    whole = encode_page(*honest)
     bits = [*range(8 * 120), *random.Random(7).sample(range(8 * 120, 8 * len(whole)), 200)]
     for bit in bits:
         damaged = bytearray(whole)

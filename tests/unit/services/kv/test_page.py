@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.v1.prefill_pb2 import KvPage
 from services.engine.errors import InvalidKvPage
 from services.engine.request import ModelIdentity
-from services.kv import page
+from services.kv import codec, page
 from services.kv.page import Page, PageRange
 
 IDENTITY = ModelIdentity(
@@ -36,6 +37,16 @@ def seal(kv: torch.Tensor, where: PageRange, identity: ModelIdentity = IDENTITY)
     payload = memoryview(kv.view(torch.uint8).numpy().tobytes())
     header.checksum = page.checksum(header, [payload])
     return Page(header, payload)
+
+
+def encode_page(header: KvPage, payload: memoryview) -> bytes:
+    """A PrefillMessage with this page in it."""
+    bare = KvPage()
+    bare.CopyFrom(header)
+    bare.ClearField("checksum")
+    message = codec.PageMessage(bare, len(payload))
+    message.payload[:] = payload
+    return message.finish(header.checksum)
 
 
 def verify(received: Page, transfer_id: str = "t1", identity: ModelIdentity = IDENTITY) -> PageRange:
