@@ -94,7 +94,7 @@ class Handoff:
                 refusal = refusal or _refusal(error)
                 if isinstance(error, InvalidKvPage) or is_fault(error):
                     self._report.failed_targets.append(target)
-                self._sequence.reset_kv()
+                self._sequence.kv.reset()
                 continue
             return
         if self._worker.settings.local_prefill is LocalPrefill.NEVER:

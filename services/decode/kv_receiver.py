@@ -149,10 +149,10 @@ class KvReceiver:
         header = received.header
         if pool is None or not header.blocks:
             where = page.verify(header, [received.payload], transfer_id, self._identity)
-            self._sequence.import_kv(*where, received.payload)
+            self._sequence.kv.import_page(where, received.payload)
             return
-        self._sequence.copy_kv(
-            *page.range_of(header),
+        self._sequence.kv.copy_page(
+            page.range_of(header),
             pool.rows,
             header.blocks,
             lambda pieces: page.verify(header, pieces, transfer_id, self._identity),
@@ -168,7 +168,7 @@ class KvReceiver:
                 f"{self._num_pages} pages of {self._num_bytes} bytes arrived, not the {result.num_pages} "
                 f"of {result.num_bytes} that were sent"
             )
-        if not self._sequence.kv_complete:
+        if not self._sequence.kv.is_complete:
             raise InvalidKvPage("parts of the KV cache are missing")
         after_s = max(0.0, self._imported_at - self._first_token_at)
         return Transfer(self._num_pages, self._num_shared, self._num_bytes, after_s)

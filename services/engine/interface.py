@@ -6,18 +6,19 @@ pass; the engine computes in a thread (or on timers) of its own.
 A sequence's life:
 
     LOCAL         submit -> events(): TextGenerated..., SequenceFinished -> release
-    PREFILL_ONLY  submit -> events(): KvComputed..., FirstTokenSampled -> export_kv... -> release
-    HANDOFF       submit -> reserved -> accept_first_token, import_kv... -> join (or compute_locally)
+    PREFILL_ONLY  submit -> events(): KvComputed..., FirstTokenSampled -> kv.export_page... -> release
+    HANDOFF       submit -> reserved -> accept_first_token, kv.import_page... -> join (or compute_locally)
                          -> events(): TextGenerated..., SequenceFinished -> release
 """
 
 import collections.abc
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from services.engine.kv_rows import KvRows
+from services.engine.page_range import PageRange
 from services.engine.request import (
     EngineInfo,
     EngineLoad,
@@ -29,11 +30,78 @@ from services.engine.request import (
 )
 
 
+class PageView(NamedTuple):
+    """The bytes of a page in order, (layers, 2, tokens, kv_heads, head_size), keys before values.
+
+    Attributes:
+        pieces: where they are, if the pool is the host's; else a copy.
+        blocks: those that the page lies in.
+    """
+
+    pieces: list[memoryview]
+    blocks: list[int]
+
+
+class SequenceKv(Protocol):
+    """The KV cache of one sequence, page by page. Every method may be called from any thread."""
+
+    def export_page(self, where: PageRange, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A contiguous CPU copy (layers, 2, tokens, kv_heads, head_size), keys before values.
+
+        Only of what a KvComputed event has named, and before release. It lies in `out`, (elements,) on the
+        host, if that is given. Raises SequenceReleased, or what took the blocks away.
+        """
+        ...
+
+    def view_page(self, where: PageRange) -> PageView:
+        """What `export_page` would copy, where it lies. It changes once the sequence has been released."""
+        ...
+
+    def import_page(self, where: PageRange, payload: memoryview) -> None:
+        """Writes one page, laid out as `export_page` gives it, into the reserved blocks (HANDOFF).
+
+        Raises InvalidKvPage: ranges outside the context, a size that does not fit, a repeat of a
+        (layer, token) already imported; SequenceReleased after release.
+        """
+        ...
+
+    def copy_page(
+        self,
+        where: PageRange,
+        source: KvRows,
+        source_blocks: collections.abc.Sequence[int],
+        check: Callable[[Iterable[memoryview]], object],
+    ) -> None:
+        """Imports one page from another pool (HANDOFF).
+
+        Args:
+            source_blocks: those that hold the page there, which the pool has.
+            check: shown the page as it has been copied, in pieces; raises InvalidKvPage if it is not right.
+
+        Raises what `check` raises, and what `import_page` does.
+        """
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer of every context token has been imported."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets imported pages, for a second attempt from another prefill worker."""
+        ...
+
+
 class Sequence(Protocol):
     """One submitted request. Whoever submits it releases it, on every path."""
 
     request: EngineRequest
     timings: SequenceTimings
+
+    @property
+    def kv(self) -> SequenceKv:
+        """Its keys and values."""
+        ...
 
     def events(self) -> AsyncIterator[SequenceEvent]:
         """What happens to the sequence, in order; iterate once.
@@ -59,71 +127,6 @@ class Sequence(Protocol):
         """
         ...
 
-    def export_kv(
-        self,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """A contiguous CPU copy (layers, 2, tokens, kv_heads, head_size), keys before values.
-
-        Only of what a KvComputed event has named, and before release. From any thread. It lies in `out`,
-        (elements,) on the host, if that is given.
-        """
-        ...
-
-    def look_at_kv(
-        self,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        look: Callable[[Iterable[memoryview]], None],
-    ) -> list[int]:
-        """Shows the bytes that `export_kv` would copy where they are, in pieces; returns their blocks.
-
-        Where the pool is the host's. Otherwise as `export_kv`.
-        """
-        ...
-
-    def import_kv(
-        self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
-    ) -> None:
-        """Writes one page, laid out as `export_kv` gives it, into the reserved blocks (HANDOFF).
-
-        From any thread.
-        Raises InvalidKvPage: ranges outside the context, a size that does not fit, a repeat of a
-        (layer, token) already imported; SequenceReleased after release.
-        """
-        ...
-
-    def copy_kv(
-        self,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        source: KvRows,
-        source_blocks: collections.abc.Sequence[int],
-        check: Callable[[Iterable[memoryview]], object],
-    ) -> None:
-        """Imports one page from another pool (HANDOFF). From any thread.
-
-        Args:
-            source_blocks: those that hold the page there, which the pool has.
-            check: shown the page as it has been copied, in pieces; raises InvalidKvPage if it is not right.
-
-        Raises what `check` raises, and what `import_kv` does.
-        """
-        ...
-
-    @property
-    def kv_complete(self) -> bool:
-        """Whether every layer of every context token has been imported."""
-        ...
-
     @property
     def num_held_tokens(self) -> int:
         """First positions that the prefix cache gave a reserved sequence: not to be imported (HANDOFF)."""
@@ -134,12 +137,8 @@ class Sequence(Protocol):
         """Whether reserved blocks wait to be filled; never of a reply that has ended already."""
         ...
 
-    def reset_kv(self) -> None:
-        """Forgets imported pages, for a second attempt from another prefill worker."""
-        ...
-
     def join(self) -> None:
-        """Puts the sequence into the running batch. Raises InvalidKvPage unless `kv_complete`.
+        """Puts the sequence into the running batch. Raises InvalidKvPage unless `kv.is_complete`.
 
         The first token must have been accepted.
         """

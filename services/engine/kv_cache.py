@@ -7,6 +7,7 @@ mask does not stop NaN, nor a number whose product with a query overflows, so wh
 part of a block clears the rest first, and `read_page` refuses such numbers.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from services.engine.errors import InvalidKvPage
 from services.engine.kv_rows import KvRows, Run, check_numbers
+from services.engine.page_range import PageRange
 from services.engine.placement import copies_for
 
 # Payloads are views of received messages, which are read-only, and are only read.
@@ -111,17 +113,19 @@ class KvCache:
         """A view (layers, 2, block_size, kv_heads, head_size)."""
         return self._pool[:, :, block * self.block_size : (block + 1) * self.block_size]
 
-    def runs(self, block_table: Sequence[int], token_start: int, token_end: int) -> list[Run]:
-        """Where these positions of a sequence lie."""
-        return self.rows.runs(block_table[token_start // self.block_size :], token_start, token_end)
+    @property
+    def is_on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def runs(self, block_table: Sequence[int], where: PageRange) -> list[Run]:
+        """Where a page's positions of a sequence lie."""
+        blocks = block_table[where.token_start // self.block_size :]
+        return self.rows.runs(blocks, where.token_start, where.token_end)
 
     def export_range(
         self,
         block_table: Sequence[int],
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
+        where: PageRange,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """A contiguous copy on the host (layers, 2, tokens, kv_heads, head_size).
@@ -130,39 +134,35 @@ class KvCache:
             out: memory on the host that the copy is to be in, of as many elements.
         """
         layout = self.layout
-        shape = (layer_end - layer_start, 2, token_end - token_start, layout.num_kv_heads, layout.head_size)
-        runs = self.runs(block_table, token_start, token_end)
+        shape = (where.num_layers, 2, where.num_tokens, layout.num_kv_heads, layout.head_size)
+        runs = self.runs(block_table, where)
         if out is None:
             out = torch.empty(shape, dtype=layout.torch_dtype)
-        page = out if self.device.type == "cpu" else torch.empty_like(out, device=self.device)
+        page = out if self.is_on_host else torch.empty_like(out, device=self.device)
         rows = page.view(2 * shape[0], shape[2], shape[3] * shape[4])
-        self.rows.gather(layer_start, layer_end, runs, rows)
+        self.rows.gather(where, runs, rows)
         if page is not out:
             out.copy_(self._copies.to_host(page))
         return out.view(shape)
 
-    def read_page(self, num_layers: int, num_tokens: int, payload: memoryview) -> torch.Tensor:
+    def read_page(self, where: PageRange, payload: memoryview) -> torch.Tensor:
         """Bytes laid out as `export_range` gives them, as what `import_range` takes. Raises InvalidKvPage.
 
         A view on the host where it can be. Needs no lock.
         """
         layout = self.layout
         row = layout.num_kv_heads * layout.head_size
-        expected = 2 * num_layers * num_tokens * row * layout.torch_dtype.itemsize
+        shape = (2 * where.num_layers, where.num_tokens, row)
+        expected = math.prod(shape) * layout.torch_dtype.itemsize
         if len(payload) != expected:
             raise InvalidKvPage(f"payload has {len(payload)} bytes, its ranges need {expected}")
-        page = torch.frombuffer(payload, dtype=layout.torch_dtype).view(2 * num_layers, num_tokens, row)
+        page = torch.frombuffer(payload, dtype=layout.torch_dtype).view(shape)
         check_numbers(page)
         return page
 
-    def import_range(
-        self, block_table: Sequence[int], layer_start: int, token_start: int, page: torch.Tensor
-    ) -> None:
-        """Writes a page that `read_page` gave to the layers and positions from these on."""
-        num_rows, num_tokens, _ = page.shape
-        runs = self.runs(block_table, token_start, token_start + num_tokens)
-        layer_end = layer_start + num_rows // 2
-        self.rows.scatter(layer_start, layer_end, runs, self._copies.to_device(page))
+    def import_range(self, block_table: Sequence[int], where: PageRange, page: torch.Tensor) -> None:
+        """Writes a page that `read_page` gave."""
+        self.rows.scatter(where, self.runs(block_table, where), self._copies.to_device(page))
 
 
 def pool_bytes(layout: KvLayout, num_blocks: int, block_size: int) -> int:

@@ -7,6 +7,7 @@ or lies outside, changes nothing.
 import torch
 
 from services.engine.errors import InvalidKvPage
+from services.engine.page_range import PageRange
 
 
 class KvCoverage:
@@ -20,22 +21,19 @@ class KvCoverage:
     def is_complete(self) -> bool:
         return bool(self._imported.all())
 
-    def check(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> None:
-        """Raises InvalidKvPage if the ranges are empty, outside, or partly imported already."""
+    def check(self, where: PageRange) -> None:
+        """Raises InvalidKvPage if the range is empty, outside, or partly imported already."""
         num_layers, num_tokens = self._imported.shape
+        layer_start, layer_end, token_start, token_end = where
         if not (0 <= layer_start < layer_end <= num_layers and 0 <= token_start < token_end <= num_tokens):
-            raise InvalidKvPage(
-                f"layers {layer_start}-{layer_end}, tokens {token_start}-{token_end} lie outside "
-                f"{num_layers} layers of {num_tokens} tokens"
-            )
+            raise InvalidKvPage(f"{where} lie outside {num_layers} layers of {num_tokens} tokens")
         if self._imported[layer_start:layer_end, token_start:token_end].any():
-            raise InvalidKvPage(
-                f"layers {layer_start}-{layer_end}, tokens {token_start}-{token_end}: imported already"
-            )
+            raise InvalidKvPage(f"{where}: imported already")
 
-    def add(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> None:
-        """Marks a range as imported; `check` it first."""
-        self._imported[layer_start:layer_end, token_start:token_end] = True
+    def add(self, where: PageRange) -> None:
+        """Marks a range as imported. Raises what `check` does; then nothing is marked."""
+        self.check(where)
+        self._imported[where.layer_start : where.layer_end, where.token_start : where.token_end] = True
 
     def hold(self, num_tokens: int) -> None:
         """The first tokens are there already, in blocks that others may read: no page may repeat them."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from services.engine.errors import InvalidKvPage
+from services.engine.page_range import PageRange
 
 _LARGEST = 1e30  # far above what a model computes, far below where a dot product overflows
 
@@ -55,43 +56,46 @@ class KvRows:
                 runs.append(Run(begin - start, slot, stop - begin))
         return runs
 
-    def gather(self, layer_start: int, layer_end: int, runs: Sequence[Run], out: torch.Tensor) -> None:
+    def gather(self, where: PageRange, runs: Sequence[Run], out: torch.Tensor) -> None:
         """Copies a page into (rows, positions, row)."""
-        rows = self.data[2 * layer_start : 2 * layer_end]
+        rows = self._layers(where)
         for at, slot, num_slots in runs:
             out[:, at : at + num_slots].copy_(rows[:, slot : slot + num_slots])
 
-    def scatter(self, layer_start: int, layer_end: int, runs: Sequence[Run], page: torch.Tensor) -> None:
+    def scatter(self, where: PageRange, runs: Sequence[Run], page: torch.Tensor) -> None:
         """Writes a page of (rows, positions, row)."""
-        rows = self.data[2 * layer_start : 2 * layer_end]
+        rows = self._layers(where)
         for at, slot, num_slots in runs:
             rows[:, slot : slot + num_slots].copy_(page[:, at : at + num_slots])
 
     def copy_from(
         self,
         source: "KvRows",
-        layer_start: int,
-        layer_end: int,
+        where: PageRange,
         source_runs: Sequence[Run],
         runs: Sequence[Run],
     ) -> None:
         """Copies a page out of another pool of the same shape, but for blocks."""
-        rows = self.data[2 * layer_start : 2 * layer_end]
-        theirs = source.data[2 * layer_start : 2 * layer_end]
+        rows = self._layers(where)
+        theirs = source._layers(where)
         for source_slot, slot, num_slots in _overlaps(source_runs, runs):
             rows[:, slot : slot + num_slots].copy_(theirs[:, source_slot : source_slot + num_slots])
 
-    def check_numbers(self, layer_start: int, layer_end: int, runs: Sequence[Run]) -> None:
+    def check_numbers(self, where: PageRange, runs: Sequence[Run]) -> None:
         """Raises InvalidKvPage if a page holds what must not be read."""
+        rows = self._layers(where)
         for _, slot, num_slots in runs:
-            check_numbers(self.data[2 * layer_start : 2 * layer_end, slot : slot + num_slots])
+            check_numbers(rows[:, slot : slot + num_slots])
 
-    def pieces(self, layer_start: int, layer_end: int, runs: Sequence[Run]) -> Iterator[memoryview]:
+    def pieces(self, where: PageRange, runs: Sequence[Run]) -> Iterator[memoryview]:
         """A page's bytes in order, where they are; on the host."""
-        rows = self.data[2 * layer_start : 2 * layer_end].view(torch.uint8).numpy()
+        rows = self._layers(where).view(torch.uint8).numpy()
         for row in rows:
             for _, slot, num_slots in runs:
                 yield row[slot : slot + num_slots].data.cast("B")
+
+    def _layers(self, where: PageRange) -> torch.Tensor:
+        return self.data[2 * where.layer_start : 2 * where.layer_end]
 
 
 def check_numbers(data: torch.Tensor) -> None:

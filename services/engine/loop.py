@@ -22,7 +22,8 @@ from services.engine.paged_engine import PagedEngine
 from services.engine.request import NoToken, SequenceEvent
 from services.engine.sampler import Sampler, SampleRow
 from services.engine.scheduled_chunk import ScheduledChunk
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 from services.engine.step_outcome import Outcome, count_failed
 from services.engine.step_times import StepClock, StepTimes
 

@@ -24,7 +24,8 @@ from services.engine.kv_cache import KvCache, KvLayout, num_blocks_for, pool_byt
 from services.engine.request import EngineInfo, EngineLoad, EngineRequest, SubmitMode
 from services.engine.request_check import check_request
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 from services.engine.shared_pool import create_shared_pool
 
 log = structlog.get_logger()

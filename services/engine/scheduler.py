@@ -21,7 +21,8 @@ from services.engine.errors import QueueFull
 from services.engine.prefix_cache import PrefixCache, PrefixMatch
 from services.engine.request import SubmitMode
 from services.engine.scheduled_chunk import ScheduledChunk
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 
 
 class Scheduler:

@@ -7,16 +7,11 @@ Knows nothing of how tokens are computed.
 
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from enum import Enum, auto
-
-import torch
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from services.engine.completion import Completion
 from services.engine.detokenizer import TextStream
-from services.engine.errors import EngineError, EngineStopped, InvalidKvPage, SequenceReleased
-from services.engine.kv_coverage import KvCoverage
-from services.engine.kv_rows import KvRows
+from services.engine.errors import EngineError, InvalidKvPage, SequenceReleased
 from services.engine.prefix_digests import PrefixDigests, SequencePrefix
 from services.engine.request import (
     EngineRequest,
@@ -30,16 +25,8 @@ from services.engine.request import (
 )
 from services.engine.sequence_events import SequenceEvents
 from services.engine.sequence_host import SequenceHost
-
-
-class SequenceState(Enum):
-    """Where a sequence stands. Blocks are held in RESERVED and RUNNING, and in ENDED by PREFILL_ONLY."""
-
-    WAITING = auto()
-    RESERVED = auto()
-    RUNNING = auto()
-    ENDED = auto()
-    RELEASED = auto()
+from services.engine.sequence_kv import EngineSequenceKv
+from services.engine.sequence_state import SequenceState
 
 
 class EngineSequence:
@@ -85,7 +72,7 @@ class EngineSequence:
             max_model_len=host.max_model_len,
             natural_length=natural_length,
         )
-        self._coverage = KvCoverage(host.cache.layout.num_layers, request.num_context_tokens)
+        self.kv = EngineSequenceKv(self, host)
         self._events = SequenceEvents()
 
     # Derived
@@ -123,10 +110,6 @@ class EngineSequence:
         return self.state is SequenceState.RUNNING and self.mode is not SubmitMode.PREFILL_ONLY
 
     @property
-    def kv_complete(self) -> bool:
-        return self._coverage.is_complete
-
-    @property
     def awaits_kv(self) -> bool:
         return self.state is SequenceState.RESERVED
 
@@ -153,97 +136,13 @@ class EngineSequence:
         if self.state is SequenceState.ENDED:  # in the queue, perhaps: it will never be let in
             self.announce_reserved()
 
-    def export_kv(
-        self,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        where = (layer_start, layer_end, token_start, token_end)
-        with self._host.lock():
-            self._check_exportable()
-            return self._host.cache.export_range(self.block_table, *where, out)
-
-    def look_at_kv(
-        self,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        look: Callable[[Iterable[memoryview]], None],
-    ) -> list[int]:
-        with self._host.lock():
-            self._check_exportable()
-            cache = self._host.cache
-            runs = cache.runs(self.block_table, token_start, token_end)
-            blocks = self.block_table[token_start // cache.block_size : -(-token_end // cache.block_size)]
-        # Without the lock, which a step may want: once the blocks are let go, nobody asks what was seen.
-        look(cache.rows.pieces(layer_start, layer_end, runs))
-        return blocks
-
-    def import_kv(
-        self, layer_start: int, layer_end: int, token_start: int, token_end: int, payload: memoryview
-    ) -> None:
-        where = (layer_start, layer_end, token_start, token_end)
-        cache = self._host.cache
-        self._coverage.check(*where)
-        page = cache.read_page(layer_end - layer_start, token_end - token_start, payload)
-        with self._host.lock():
-            self._check_importable()
-            # A first token that ended the reply has freed the blocks: its pages lead nowhere.
-            if self.state is SequenceState.RESERVED:
-                cache.import_range(self.block_table, layer_start, token_start, page)
-            self._coverage.check(*where)
-            self._coverage.add(*where)
-
-    def copy_kv(
-        self,
-        layer_start: int,
-        layer_end: int,
-        token_start: int,
-        token_end: int,
-        source: KvRows,
-        source_blocks: Sequence[int],
-        check: Callable[[Iterable[memoryview]], object],
-    ) -> None:
-        where = (layer_start, layer_end, token_start, token_end)
-        rows = self._host.cache.rows
-        self._coverage.check(*where)
-        source_runs = source.runs(source_blocks, token_start, token_end)
-        with self._host.lock():
-            self._check_importable()
-            runs = []
-            if self.state is SequenceState.RESERVED:
-                runs = self._host.cache.runs(self.block_table, token_start, token_end)
-                rows.copy_from(source, layer_start, layer_end, source_runs, runs)
-        # Without the lock, which a step may want. A first token that ends the reply meanwhile frees the
-        # blocks: what they hold by then says nothing of the page.
-        try:
-            if runs:
-                check(rows.pieces(layer_start, layer_end, runs))
-                rows.check_numbers(layer_start, layer_end, runs)
-        except InvalidKvPage:
-            with self._host.lock():
-                if self.state is SequenceState.RESERVED:
-                    raise
-        with self._host.lock():
-            self._check_importable()
-            self._coverage.check(*where)
-            self._coverage.add(*where)
-
-    def reset_kv(self) -> None:
-        with self._host.lock():
-            self._coverage.reset()
-
     def join(self) -> None:
         with self._host.lock():
             if self.state is SequenceState.ENDED:
                 return
             if self.state is not SequenceState.RESERVED:
                 raise SequenceReleased(self.request.request_id)
-            if not self.kv_complete:
+            if not self.kv.is_complete:
                 raise InvalidKvPage("the sequence cannot join: parts of its KV cache are missing")
             if self.num_tokens == self.request.num_context_tokens:
                 raise InvalidKvPage("the sequence cannot join: it has no first token")
@@ -330,23 +229,13 @@ class EngineSequence:
     def hold_prefix(self, num_tokens: int) -> None:
         """The first `num_tokens` positions are in the block table already and need no import."""
         self.num_held_tokens = num_tokens
-        self._coverage.hold(num_tokens)
+        self.kv.hold(num_tokens)
 
     def start_after_prefix(self, num_tokens: int) -> None:
         """The first `num_tokens` positions are in the block table already."""
         self.num_computed_tokens = num_tokens
         if not self.was_preempted:
             self.num_cached_tokens = num_tokens
-
-    def _check_importable(self) -> None:
-        if self.state not in (SequenceState.RESERVED, SequenceState.ENDED):
-            raise SequenceReleased(self.request.request_id)
-
-    def _check_exportable(self) -> None:
-        if self.state is SequenceState.RELEASED:
-            raise SequenceReleased(self.request.request_id)
-        if not self.block_table:
-            raise self.failure or EngineStopped("the sequence's step has failed")
 
     def _run(self) -> None:
         self.computes_locally = True

@@ -16,10 +16,12 @@ from services.engine.config import EngineConfig
 from services.engine.errors import InvalidKvPage, UnsupportedModel
 from services.engine.identity import read_config
 from services.engine.kv_cache import KvLayout
+from services.engine.page_range import PageRange
 from services.engine.paged_engine import PagedEngine
 from services.engine.request import FirstTokenSampled, KvComputed, SampledToken, SubmitMode
 from services.engine.sampler import uniform
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 from services.engine.sim_model import REPLY_TEXT, words
 
 _NEEDED = (
@@ -199,7 +201,9 @@ class SimEngine(PagedEngine):
     def check_imported(self, sequence: EngineSequence) -> None:
         """Keys and values follow from the prompt here, so those of another one are noticed."""
         end = sequence.request.num_context_tokens
-        held = self.cache.export_range(sequence.block_table, 0, self.cache.layout.num_layers, 0, end)
+        held = self.cache.export_range(
+            sequence.block_table, PageRange(0, self.cache.layout.num_layers, 0, end)
+        )
         if not torch.equal(held, self._expected_kv(sequence, 0, end)):
             raise InvalidKvPage("the imported KV cache is not this prompt's")
 

@@ -17,10 +17,10 @@ import torch
 from baton.v1 import common_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.kv_rows import KvRows
+from services.engine.page_range import PageRange
 from services.engine.request import ModelIdentity
 from services.engine.shared_pool import ID_BYTES
 from services.kv import page
-from services.kv.page import PageRange
 
 
 class MappedPool:

@@ -15,16 +15,8 @@ import xxhash
 from baton.v1 import prefill_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.kv_cache import DTYPES
+from services.engine.page_range import PageRange
 from services.engine.request import ModelIdentity
-
-
-class PageRange(NamedTuple):
-    """Layers and context positions of one page, ends exclusive."""
-
-    layer_start: int
-    layer_end: int
-    token_start: int
-    token_end: int
 
 
 class Page(NamedTuple):
@@ -56,8 +48,7 @@ def tensor_over(payload: memoryview, identity: ModelIdentity) -> torch.Tensor:
 
 def num_bytes(identity: ModelIdentity, where: PageRange) -> int:
     """Size of the payload of a page."""
-    layers, tokens = where.layer_end - where.layer_start, where.token_end - where.token_start
-    return bytes_per_token_layer(identity) * layers * tokens
+    return bytes_per_token_layer(identity) * where.num_layers * where.num_tokens
 
 
 def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator[PageRange]:
@@ -66,7 +57,7 @@ def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator
     A page never goes below one token in one layer, whatever the bound.
     """
     unit = bytes_per_token_layer(identity)
-    layers = min(where.layer_end - where.layer_start, max(1, max_bytes // unit))
+    layers = min(where.num_layers, max(1, max_bytes // unit))
     tokens = max(1, max_bytes // (unit * layers))
     for start in range(where.token_start, where.token_end, tokens):
         for layer in range(where.layer_start, where.layer_end, layers):
@@ -96,10 +87,7 @@ def verify(
     if header.dtype != identity.dtype:
         raise InvalidKvPage(f"page holds {header.dtype!r}, the cache {identity.dtype!r}")
     if header.checksum != checksum(header, pieces):
-        raise InvalidKvPage(
-            f"checksum does not match (layers {header.layer_start}-{header.layer_end}, "
-            f"tokens {header.token_start}-{header.token_end})"
-        )
+        raise InvalidKvPage(f"checksum does not match ({range_of(header)})")
     return range_of(header)
 
 

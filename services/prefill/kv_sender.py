@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from baton.v1 import prefill_pb2
 from services.engine.interface import Sequence
+from services.engine.page_range import PageRange
 from services.engine.request import FirstTokenSampled, KvComputed, ModelIdentity
 from services.kv import codec, page
 from services.kv.background import Background
@@ -62,7 +63,7 @@ class KvSender:
         self._threads = threads
         self._num_held_tokens = num_held_tokens
         self._is_shared = is_shared
-        self._waiting: deque[page.PageRange] = deque()
+        self._waiting: deque[PageRange] = deque()
         self._sealed: deque[_Sealed] = deque()
         self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
@@ -107,7 +108,7 @@ class KvSender:
             async for event in self._sequence.events():
                 if isinstance(event, KvComputed):
                     start = max(event.token_start, self._num_held_tokens)
-                    where = page.PageRange(event.layer_start, event.layer_end, start, event.token_end)
+                    where = PageRange(event.layer_start, event.layer_end, start, event.token_end)
                     self._waiting.extend(page.split(self._identity, where, self._max_page_bytes))
                 elif isinstance(event, FirstTokenSampled):
                     self._first_token = event
@@ -116,18 +117,17 @@ class KvSender:
             self._has_ended = True
             self._changed.set()
 
-    def _seal(self, where: page.PageRange) -> None:
+    def _seal(self, where: PageRange) -> None:
         """In a thread, one page at a time."""
         header = page.header_of(self._transfer_id, self._identity, where)
         num_bytes = page.num_bytes(self._identity, where)
         if self._is_shared:
-            sums: list[int] = []
-            blocks = self._sequence.look_at_kv(*where, lambda it: sums.append(page.checksum(header, it)))
-            header.blocks.extend(blocks)
-            message = codec.PageMessage(header, 0).finish(*sums)
+            view = self._sequence.kv.view_page(where)
+            header.blocks.extend(view.blocks)
+            message = codec.PageMessage(header, 0).finish(page.checksum(header, view.pieces))
         else:
             draft = codec.PageMessage(header, num_bytes)
-            self._sequence.export_kv(*where, page.tensor_over(draft.payload, self._identity))
+            self._sequence.kv.export_page(where, page.tensor_over(draft.payload, self._identity))
             message = draft.finish(page.checksum(header, [draft.payload]))
         self._sealed.append(_Sealed(message, num_bytes))
 

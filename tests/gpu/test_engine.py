@@ -13,6 +13,7 @@ from services.engine.decode_graph import CudaCapture, DecodeGraphs
 from services.engine.device import Device
 from services.engine.kv_cache import KvCache
 from services.engine.model_runner import ModelRunner
+from services.engine.page_range import PageRange
 from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.varlen import varlen_kernel
 from tests.unit.engine.tiny_models import complete, make_request, running_engine, save_model
@@ -107,9 +108,10 @@ def test_pages_leave_and_enter_the_gpu_unchanged(tmp_path: Path) -> None:
     for layer in source.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    page = source.export_range([5, 2, 7], 0, 3, 3, 40)
+    page = source.export_range([5, 2, 7], PageRange(0, 3, 3, 40))
     assert page.device.type == "cpu"
     assert page.shape == (3, 2, 37, runner.layout.num_kv_heads, runner.layout.head_size)
     payload = memoryview(page.view(torch.uint8).numpy().tobytes())
-    target.import_range([1, 6, 0], 0, 3, target.read_page(3, 37, payload))
-    assert torch.equal(target.export_range([1, 6, 0], 0, 3, 3, 40), page)
+    where = PageRange(0, 3, 3, 40)
+    target.import_range([1, 6, 0], where, target.read_page(where, payload))
+    assert torch.equal(target.export_range([1, 6, 0], where), page)

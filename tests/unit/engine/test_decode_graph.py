@@ -13,6 +13,7 @@ from services.engine.device import Device
 from services.engine.errors import UnsupportedModel
 from services.engine.kv_cache import KvCache
 from services.engine.model_runner import ModelRunner
+from services.engine.page_range import PageRange
 from services.engine.placement import resolve
 from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.varlen import VarlenKernel, varlen_kernel
@@ -95,9 +96,9 @@ def test_padding_writes_into_the_scratch_block_only(tmp_path: Path) -> None:
     setup.runner.forward(setup.chunks[:3])
     whole = list(range(NUM_BLOCKS))
     layers = setup.runner.layout.num_layers
-    before = setup.cache.export_range(whole, 0, layers, 0, NUM_BLOCKS * BLOCK_SIZE)
+    before = setup.cache.export_range(whole, PageRange(0, layers, 0, NUM_BLOCKS * BLOCK_SIZE))
     setup.graphs.run(setup.chunks[:3])
-    after = setup.cache.export_range(whole, 0, layers, 0, NUM_BLOCKS * BLOCK_SIZE)
+    after = setup.cache.export_range(whole, PageRange(0, layers, 0, NUM_BLOCKS * BLOCK_SIZE))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     assert setup.cache.layers[0].key_blocks[setup.cache.scratch_block].any(), "padding wrote nowhere"
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.engine.errors import InvalidKvPage
 from services.engine.kv_rows import KvRows, Run, check_numbers
+from services.engine.page_range import PageRange
 
 NUM_LAYERS, NUM_SLOTS, ROW = 3, 60, 2
 
@@ -42,24 +43,24 @@ def test_runs_copy_what_slots_would(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, 19))
     end = data.draw(st.integers(start + 1, 20))
     layer = data.draw(st.integers(0, NUM_LAYERS - 1))
-    layers = (layer, data.draw(st.integers(layer + 1, NUM_LAYERS)))
+    where = PageRange(layer, data.draw(st.integers(layer + 1, NUM_LAYERS)), start, end)
     (size, blocks), (own_size, own_blocks) = data.draw(tables(start, end)), data.draw(tables(start, end))
     source, target = make_rows(size, 1), make_rows(own_size, 2)
     before = target.data.clone()
     runs, own_runs = source.runs(blocks, start, end), target.runs(own_blocks, start, end)
-    page = source.data[2 * layers[0] : 2 * layers[1], slots(blocks, size, start, end)]
+    page = source.data[2 * where.layer_start : 2 * where.layer_end, slots(blocks, size, start, end)]
 
-    gathered = torch.empty(2 * (layers[1] - layers[0]), end - start, ROW)
-    source.gather(*layers, runs, gathered)
+    gathered = torch.empty(2 * where.num_layers, where.num_tokens, ROW)
+    source.gather(where, runs, gathered)
     assert torch.equal(gathered, page)
-    assert b"".join(source.pieces(*layers, runs)) == page.contiguous().numpy().tobytes()
+    assert b"".join(source.pieces(where, runs)) == page.contiguous().numpy().tobytes()
 
     expected = before.clone()
-    expected[2 * layers[0] : 2 * layers[1], slots(own_blocks, own_size, start, end)] = page
-    target.copy_from(source, *layers, runs, own_runs)
+    expected[2 * where.layer_start : 2 * where.layer_end, slots(own_blocks, own_size, start, end)] = page
+    target.copy_from(source, where, runs, own_runs)
     assert torch.equal(target.data, expected)
     target.data.copy_(before)
-    target.scatter(*layers, own_runs, page)
+    target.scatter(where, own_runs, page)
     assert torch.equal(target.data, expected)
 
 
@@ -79,4 +80,4 @@ def test_what_is_no_number_is_refused(bad: float, row: int, slot: int) -> None:
     with pytest.raises(InvalidKvPage):
         check_numbers(source.data)
     with pytest.raises(InvalidKvPage):
-        source.check_numbers(0, 3, runs)
+        source.check_numbers(PageRange(0, 3, 0, 8), runs)

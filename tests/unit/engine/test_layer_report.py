@@ -14,6 +14,7 @@ from services.engine.attention import OnLayer
 from services.engine.kv_cache import KvLayout
 from services.engine.layer_report import LayerReport
 from services.engine.model_runner import ModelRunner
+from services.engine.page_range import PageRange
 from services.engine.request import FirstTokenSampled, KvComputed, SubmitMode
 from services.engine.scheduled_chunk import ScheduledChunk
 from tests.unit.engine.tiny_models import complete, hand_over, make_request, running_engine, save_model
@@ -50,12 +51,12 @@ async def test_a_layer_is_exported_while_the_next_waits(tmp_path: Path) -> None:
         events = sequence.events()
         async with asyncio.timeout(30):
             assert await anext(events) == KvComputed(0, 1, 0, len(PROMPT))
-        first = await asyncio.to_thread(sequence.export_kv, 0, 1, 0, len(PROMPT))
+        first = await asyncio.to_thread(sequence.kv.export_page, PageRange(0, 1, 0, len(PROMPT)))
         _Halting.go_on.set()
         rest = [event async for event in events]
         assert rest[:-1] == [KvComputed(n, n + 1, 0, len(PROMPT)) for n in (1, 2)]
         assert isinstance(rest[-1], FirstTokenSampled)
-        assert torch.equal(sequence.export_kv(0, 1, 0, len(PROMPT)), first)
+        assert torch.equal(sequence.kv.export_page(PageRange(0, 1, 0, len(PROMPT))), first)
         assert float(first.abs().amin()) > 0
         sequence.release()
 

@@ -20,6 +20,7 @@ from services.engine.errors import (
 )
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
+from services.engine.page_range import PageRange
 from services.engine.request import SampledToken, SubmitMode
 from services.engine.scheduled_chunk import ScheduledChunk
 from services.engine.sequence import EngineSequence
@@ -156,10 +157,10 @@ async def test_no_page_may_write_what_others_read(llama: Path) -> None:
         page = memoryview(bytes(2 * 3 * 1 * 2 * 8 * 4))
         for _ in range(2):
             with pytest.raises(InvalidKvPage, match="imported already"):
-                sequence.import_kv(0, 3, 4, 5, page)
-            sequence.reset_kv()
-        sequence.import_kv(0, 3, 32, 33, page)
-        assert sequence.kv_complete
+                sequence.kv.import_page(PageRange(0, 3, 4, 5), page)
+            sequence.kv.reset()
+        sequence.kv.import_page(PageRange(0, 3, 32, 33), page)
+        assert sequence.kv.is_complete
         sequence.release()
 
 
@@ -213,23 +214,23 @@ async def test_an_incomplete_sequence_cannot_join(llama: Path) -> None:
         with pytest.raises(InvalidKvPage, match="missing"):
             sequence.join()
         zeros = memoryview(bytes(2 * 1 * 3 * 2 * 8 * 4))
-        sequence.import_kv(0, 1, 0, 3, zeros)
+        sequence.kv.import_page(PageRange(0, 1, 0, 3), zeros)
         with pytest.raises(InvalidKvPage, match="imported already"):
-            sequence.import_kv(0, 1, 2, 5, zeros)
+            sequence.kv.import_page(PageRange(0, 1, 2, 5), zeros)
         with pytest.raises(InvalidKvPage, match="outside"):
-            sequence.import_kv(0, 1, 5, 8, zeros)
+            sequence.kv.import_page(PageRange(0, 1, 5, 8), zeros)
         with pytest.raises(InvalidKvPage, match="bytes"):
-            sequence.import_kv(1, 2, 0, 2, zeros)
+            sequence.kv.import_page(PageRange(1, 2, 0, 2), zeros)
         with pytest.raises(InvalidKvPage, match="NaN"):
-            sequence.import_kv(1, 2, 0, 3, memoryview(b"\xff" * len(zeros)))
+            sequence.kv.import_page(PageRange(1, 2, 0, 3), memoryview(b"\xff" * len(zeros)))
         huge = torch.full((len(zeros) // 4,), 3e38)  # padding of others would read it: 3e38 x query - inf
         with pytest.raises(InvalidKvPage, match="beyond"):
-            sequence.import_kv(1, 2, 0, 3, memoryview(huge.numpy().tobytes()))
+            sequence.kv.import_page(PageRange(1, 2, 0, 3), memoryview(huge.numpy().tobytes()))
         with pytest.raises(InvalidKvPage, match="none of the model's"):
             sequence.accept_first_token(SampledToken(4_000_000_000))
         sequence.release()
         with pytest.raises(SequenceReleased):
-            sequence.import_kv(1, 2, 0, 3, zeros)
+            sequence.kv.import_page(PageRange(1, 2, 0, 3), zeros)
 
 
 async def test_releasing_in_mid_reply_frees_the_blocks_and_ends_the_events(llama: Path) -> None:
@@ -460,9 +461,9 @@ async def test_pages_that_wait_when_their_request_is_refused_are_refused_for_the
             async for _ in sequence.events():
                 pass
         with pytest.raises(InvalidRequest):
-            sequence.export_kv(0, 1, 0, 1)
+            sequence.kv.export_page(PageRange(0, 1, 0, 1))
         with pytest.raises(InvalidRequest):
-            sequence.look_at_kv(0, 1, 0, 1, lambda pieces: None)
+            sequence.kv.view_page(PageRange(0, 1, 0, 1))
         sequence.release()
 
 

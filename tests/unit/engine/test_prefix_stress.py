@@ -13,6 +13,7 @@ from services.engine.config import EngineConfig
 from services.engine.errors import EngineStopped
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
+from services.engine.page_range import PageRange
 from services.engine.request import (
     EngineRequest,
     KvComputed,
@@ -80,8 +81,8 @@ async def _run(engine: HfEngine, request: EngineRequest, rng: random.Random) -> 
         if mode is SubmitMode.HANDOFF:  # as if no prefill worker had delivered more than the first page
             await sequence.reserved()
             page, held = memoryview(bytes(BYTES_PER_TOKEN // 3)), sequence.num_held_tokens
-            sequence.import_kv(0, 1, held, held + 1, page)
-            sequence.reset_kv()
+            sequence.kv.import_page(PageRange(0, 1, held, held + 1), page)
+            sequence.kv.reset()
             sequence.compute_locally()
         token_ids: list[int] = []
         async for event in sequence.events():
@@ -168,7 +169,7 @@ async def test_what_a_failed_step_has_lost_cannot_be_exported(llama: Path) -> No
     assert await anext(events) == KvComputed(0, 3, 0, 8)
     await eventually(lambda: engine.load().blocks_used == 0)
     with pytest.raises(EngineStopped):
-        sequence.export_kv(0, 1, 0, 8)
+        sequence.kv.export_page(PageRange(0, 1, 0, 8))
     with pytest.raises(EngineStopped):
         await anext(events)
     sequence.release()

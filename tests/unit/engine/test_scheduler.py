@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.engine.errors import QueueFull
+from services.engine.page_range import PageRange
 from services.engine.request import SampledToken, SubmitMode
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 from tests.unit.engine.scheduling import Bench
 
 LOCAL, HANDOFF, PREFILL_ONLY = SubmitMode.LOCAL, SubmitMode.HANDOFF, SubmitMode.PREFILL_ONLY
@@ -445,7 +447,7 @@ def test_whatever_comes_and_goes_everybody_ends_and_no_block_is_lost(
         _check_blocks(bench, live)
         for sequence in live:
             if sequence.state is SequenceState.RESERVED and choose.random() < 0.5:
-                choose.choice([sequence.compute_locally, sequence.reset_kv, partial(_deliver, sequence)])()
+                choose.choice([sequence.compute_locally, sequence.kv.reset, partial(_deliver, sequence)])()
             elif sequence.state is SequenceState.ENDED or choose.random() < 0.02:
                 sequence.release()
         if all(sequence.state is SequenceState.RELEASED for sequence in live):
@@ -457,8 +459,8 @@ def test_whatever_comes_and_goes_everybody_ends_and_no_block_is_lost(
 def _deliver(sequence: EngineSequence) -> None:
     """What a prefill worker would send."""
     start, end = sequence.num_held_tokens, sequence.request.num_context_tokens
-    sequence.reset_kv()
-    sequence.import_kv(0, 1, start, end, memoryview(bytes(8 * (end - start))))
+    sequence.kv.reset()
+    sequence.kv.import_page(PageRange(0, 1, start, end), memoryview(bytes(8 * (end - start))))
     sequence.accept_first_token(SampledToken(70))
     sequence.join()
 

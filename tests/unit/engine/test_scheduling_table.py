@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from services.engine.page_range import PageRange
 from services.engine.request import SampledToken, SubmitMode
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 from tests.unit.engine.scheduling import Bench
 
 LOCAL, HANDOFF, PREFILL_ONLY = SubmitMode.LOCAL, SubmitMode.HANDOFF, SubmitMode.PREFILL_ONLY
@@ -146,6 +148,6 @@ def _hand_over(bench: Bench, sequence: EngineSequence) -> None:
     """As if every page had arrived, and the first token before them."""
     assert sequence.state is SequenceState.RESERVED
     num_bytes = bench.cache.layout.bytes_per_token * sequence.num_tokens
-    sequence.import_kv(0, 1, 0, sequence.num_tokens, memoryview(bytes(num_bytes)))
+    sequence.kv.import_page(PageRange(0, 1, 0, sequence.num_tokens), memoryview(bytes(num_bytes)))
     sequence.accept_first_token(SampledToken(70))
     sequence.join()

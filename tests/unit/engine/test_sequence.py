@@ -11,7 +11,8 @@ from services.engine.request import (
     SequenceFinished,
     TextGenerated,
 )
-from services.engine.sequence import EngineSequence, SequenceState
+from services.engine.sequence import EngineSequence
+from services.engine.sequence_state import SequenceState
 from tests.unit.engine.scheduling import EOS, TOKENIZER, Bench
 
 A, RELAY, RACE, IS = (TOKENIZER.encode(f" {word}").ids[0] for word in ("a", "relay", "race", "is"))

@@ -8,8 +8,9 @@ import pytest
 
 from services.engine.config import EngineConfig
 from services.engine.errors import InvalidKvPage, UnsupportedModel
+from services.engine.page_range import PageRange
 from services.engine.request import FirstTokenSampled, KvComputed, SampledToken, SubmitMode
-from services.engine.sequence import SequenceState
+from services.engine.sequence_state import SequenceState
 from services.engine.sim import REPLY_LENGTH, SimEngine
 from services.engine.sim_model import REPLY_TEXT, write_sim_model
 from tests.unit.engine.tiny_models import complete, end_in_order_of_arrival, make_request
@@ -57,8 +58,8 @@ async def test_pages_in_the_wrong_place_are_noticed(engine: SimEngine) -> None:
     await target.reserved()
     async for event in source.events():
         if isinstance(event, KvComputed):
-            where = (0, 2, event.token_start, event.token_end)
-            target.import_kv(*where, memoryview(source.export_kv(*where).numpy().tobytes()))
+            where = PageRange(0, 2, event.token_start, event.token_end)
+            target.kv.import_page(where, memoryview(source.kv.export_page(where).numpy().tobytes()))
         if isinstance(event, FirstTokenSampled):
             target.accept_first_token(event.token)
     with pytest.raises(InvalidKvPage, match="not this prompt's"):
@@ -76,17 +77,16 @@ async def test_a_first_token_that_ends_the_reply_while_a_page_is_checked_makes_i
     await target.reserved()
     async for _ in source.events():
         pass
-    where = (0, 2, target.num_held_tokens, len(PROMPT))
-    seen: list[bytes] = []
-    blocks = source.look_at_kv(*where, lambda pieces: seen.extend(map(bytes, pieces)))
+    where = PageRange(0, 2, target.num_held_tokens, len(PROMPT))
+    view = source.kv.view_page(where)
 
     def check(pieces: Iterable[memoryview]) -> None:
-        assert b"".join(pieces) == b"".join(seen)
+        assert b"".join(pieces) == b"".join(view.pieces)
         target.accept_first_token(SampledToken(70))
         raise InvalidKvPage("overwritten meanwhile")
 
-    target.copy_kv(*where, engine.cache.rows, blocks, check)
-    assert target.kv_complete
+    target.kv.copy_page(where, engine.cache.rows, view.blocks, check)
+    assert target.kv.is_complete
     source.release()
     target.release()
 
@@ -97,18 +97,18 @@ async def test_a_page_that_is_refused_after_it_was_copied_is_copied_again(engine
     await target.reserved()
     async for _ in source.events():
         pass
-    where = (0, 2, target.num_held_tokens, len(PROMPT))
+    where = PageRange(0, 2, target.num_held_tokens, len(PROMPT))
 
     def refuse(pieces: Iterable[memoryview]) -> None:
         raise InvalidKvPage("scripted")
 
-    blocks = source.look_at_kv(*where, lambda pieces: None)
+    blocks = source.kv.view_page(where).blocks
     with pytest.raises(InvalidKvPage, match="scripted"):
-        target.copy_kv(*where, engine.cache.rows, blocks, refuse)
-    assert not target.kv_complete
-    target.copy_kv(*where, engine.cache.rows, blocks, lambda pieces: None)
+        target.kv.copy_page(where, engine.cache.rows, blocks, refuse)
+    assert not target.kv.is_complete
+    target.kv.copy_page(where, engine.cache.rows, blocks, lambda pieces: None)
     with pytest.raises(InvalidKvPage, match="imported already"):
-        target.copy_kv(*where, engine.cache.rows, blocks, lambda pieces: None)
+        target.kv.copy_page(where, engine.cache.rows, blocks, lambda pieces: None)
     target.accept_first_token(SampledToken(70))
     target.join()
     source.release()
@@ -127,7 +127,8 @@ async def test_a_join_makes_room_for_the_next_reservation(tmp_path: Path) -> Non
     await first.reserved()
     assert second.state is SequenceState.WAITING, "both fit into half the pool"
     await anext(source.events())
-    first.import_kv(0, 2, 0, 64, memoryview(source.export_kv(0, 2, 0, 64).numpy().tobytes()))
+    where = PageRange(0, 2, 0, 64)
+    first.kv.import_page(where, memoryview(source.kv.export_page(where).numpy().tobytes()))
     first.accept_first_token(SampledToken(70))
     first.join()
     async with asyncio.timeout(5):

@@ -13,6 +13,7 @@ from services.engine import interface
 from services.engine.config import EngineConfig
 from services.engine.loop import HfEngine
 from services.engine.model_runner import ModelRunner
+from services.engine.page_range import PageRange
 from services.engine.paged_engine import PagedEngine
 from services.engine.request import (
     EngineRequest,
@@ -157,8 +158,9 @@ async def hand_over(source: PagedEngine, target: PagedEngine, sequence: EngineSe
             assert isinstance(event, KvComputed)
             for layer in range(event.layer_start, event.layer_end):
                 for start in range(max(event.token_start, sequence.num_held_tokens), event.token_end, 13):
-                    where = (layer, layer + 1, start, min(start + 13, event.token_end))
-                    sequence.import_kv(*where, memoryview(reading.export_kv(*where).numpy().tobytes()))
+                    where = PageRange(layer, layer + 1, start, min(start + 13, event.token_end))
+                    page = reading.kv.export_page(where)
+                    sequence.kv.import_page(where, memoryview(page.numpy().tobytes()))
         sequence.join()
     finally:
         reading.release()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from baton.v1 import common_pb2
 from services.engine.errors import InvalidKvPage
 from services.engine.kv_cache import KvCache, KvLayout, pool_bytes
+from services.engine.page_range import PageRange
 from services.engine.request import ModelIdentity
 from services.engine.shared_pool import ID_BYTES, SharedPool
 from services.kv.mapped_pool import MappedPool, map_pool
-from services.kv.page import PageRange
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_size=4)
 NUM_BLOCKS, BLOCK_SIZE = 7, 4
@@ -64,9 +64,9 @@ def read(mapped: MappedPool, where: PageRange, blocks: list[int]) -> torch.Tenso
     """(layers, 2, tokens, kv_heads, head_size)"""
     mapped.check(where, blocks)
     runs = mapped.rows.runs(blocks, where.token_start, where.token_end)
-    data = b"".join(mapped.rows.pieces(where.layer_start, where.layer_end, runs))
+    data = b"".join(mapped.rows.pieces(where, runs))
     return torch.frombuffer(bytearray(data), dtype=torch.float32).view(
-        where.layer_end - where.layer_start, 2, where.token_end - where.token_start, 2, 4
+        where.num_layers, 2, where.num_tokens, 2, 4
     )
 
 
@@ -77,7 +77,7 @@ def test_what_is_read_is_what_the_owner_has(owner: Owner, data: st.DataObject) -
         layer, data.draw(st.integers(layer + 1, 3)), token, data.draw(st.integers(token + 1, 16))
     )
     blocks = TABLE[where.token_start // BLOCK_SIZE : -(-where.token_end // BLOCK_SIZE)]
-    assert torch.equal(read(owner.mapped(), where, blocks), owner.cache.export_range(TABLE, *where))
+    assert torch.equal(read(owner.mapped(), where, blocks), owner.cache.export_range(TABLE, where))
 
 
 def test_what_the_owner_writes_is_seen_and_outlives_it() -> None:

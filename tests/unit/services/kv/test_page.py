@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from baton.v1.prefill_pb2 import KvPage
 from services.engine.errors import InvalidKvPage
+from services.engine.page_range import PageRange
 from services.engine.request import ModelIdentity
 from services.kv import codec, page
-from services.kv.page import Page, PageRange
+from services.kv.page import Page
 
 IDENTITY = ModelIdentity(
     model="m",
