@@ -64,6 +64,7 @@ BATON_PREFILL_ATTEMPTS = "baton.prefill.attempts"
 BATON_KV_BYTES = "baton.kv.bytes"
 BATON_KV_PAGES = "baton.kv.pages"
 BATON_KV_SHARED_PAGES = "baton.kv.shared_pages"
+BATON_KV_DATA_PAGES = "baton.kv.data_pages"
 BATON_GENERATED_TOKENS = "baton.generated_tokens"
 BATON_TTFT_MS = "baton.ttft_ms"  # for tail sampling: a stream's duration says nothing (field note 41)
 BATON_STAGE = "baton.stage"

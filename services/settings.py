@@ -21,7 +21,8 @@ class LocalPrefill(StrEnum):
 class KvTransport(StrEnum):
     """How pages reach a decode worker."""
 
-    AUTO = "auto"  # through shared memory where both ends are processes of one host, else as grpc
+    AUTO = "auto"  # through shared memory where both ends are processes of one host, else as tcp
+    TCP = "tcp"  # on a connection of their own, named in gRPC messages; as grpc where there is none
     GRPC = "grpc"  # in gRPC messages
 
 
@@ -54,6 +55,7 @@ class WorkerSettings(ProcessSettings):
     threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
     max_page_bytes: int = Field(2 * 1024 * 1024, ge=1024, le=4 * 1024 * 1024)
     kv_transport: KvTransport = KvTransport.AUTO
+    kv_port: int = Field(0, ge=0, le=65535)  # prefill: of data connections; 0 takes a free one
     drain_s: float = Field(25.0, ge=0)
     sim_prefill_ms_per_token: float = Field(0.0, ge=0)
     sim_token_ms: float = Field(33.0, ge=0)

@@ -7,7 +7,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import structlog
@@ -20,6 +19,7 @@ from services.engine.config import EngineConfig
 from services.engine.errors import EngineError
 from services.engine.factory import create_engine
 from services.engine.interface import Engine
+from services.kv.resources import KvResources
 from services.rpc.channel import Pings
 from services.rpc.interceptors import TracingServerInterceptor
 from services.rpc.server import Lifecycle, RpcServer
@@ -30,15 +30,6 @@ log = structlog.get_logger()
 
 _LOAD_INTERVAL_S = 0.1
 _LOAD_HEARTBEAT_S = 1.0
-NUM_KV_THREADS = 1
-
-
-@dataclass(slots=True)
-class KvTraffic:
-    """Bytes of KV cache that crossed the wire since the process started."""
-
-    sent: int = 0
-    received: int = 0
 
 
 @dataclass(slots=True)
@@ -50,10 +41,8 @@ class Worker:
     telemetry: Telemetry
     lifecycle: Lifecycle
     role: "common_pb2.Role.ValueType"
-    traffic: KvTraffic = field(default_factory=KvTraffic)
-    kv_threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(NUM_KV_THREADS, thread_name_prefix="baton-kv")
-    )
+    kv: KvResources = field(default_factory=KvResources)
+    data_port: int = 0  # where decode may fetch the bytes of pages; 0: nowhere
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -66,7 +55,9 @@ class Worker:
         runs_prompts = (
             self.role == common_pb2.ROLE_PREFILL or self.settings.local_prefill is not LocalPrefill.NEVER
         )
-        return info_to_proto(self.engine.info, self.role, self.instance, runs_prompts=runs_prompts)
+        info = info_to_proto(self.engine.info, self.role, self.instance, runs_prompts=runs_prompts)
+        info.data_port = self.data_port
+        return info
 
     def load(self) -> common_pb2.Load:
         """A snapshot of the engine's load and the worker's state."""
@@ -80,8 +71,8 @@ class Worker:
             draining=self.lifecycle.draining.is_set(),
             prompt_tokens_computed=load.prompt_tokens_computed,
             tokens_recomputed=load.tokens_recomputed,
-            kv_bytes_sent=self.traffic.sent,
-            kv_bytes_received=self.traffic.received,
+            kv_bytes_sent=self.kv.traffic.sent,
+            kv_bytes_received=self.kv.traffic.received,
         )
 
     async def watch_load(self, interval_ms: float) -> AsyncIterator[common_pb2.Load]:

@@ -4,13 +4,15 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from bench.transfer import raw
 from bench.transfer.puller import Pull, Puller
 from bench.transfer.settings import Settings
 
-RAW_ASYNCIO, RAW_THREADED, GRPC, SHARED = "raw_asyncio", "raw_threaded", "grpc", "shared_memory"
-WAYS = (RAW_ASYNCIO, RAW_THREADED, GRPC, SHARED)
+RAW_ASYNCIO, RAW_THREADED = "raw_asyncio", "raw_threaded"
+GRPC, TCP, SHARED = "grpc", "tcp", "shared_memory"
+WAYS = (RAW_ASYNCIO, RAW_THREADED, GRPC, TCP, SHARED)
 
 Progress = Callable[[str], None]
 
@@ -47,15 +49,19 @@ class Overlap:
 async def measure_bulk(
     settings: Settings,
     num_tokens: int,
-    simulated: Puller,
-    sharing: Puller,
+    pullers: Mapping[str, Puller],
     raw_address: str,
     progress: Progress,
 ) -> Bulk:
-    """Raises BenchFailed for what cannot be measured."""
+    """Raises BenchFailed for what cannot be measured.
+
+    Args:
+        pullers: by way, all from one worker.
+    """
     prompt = [number * 7 % 200 for number in range(num_tokens)]
-    warm = await _last_of_two(simulated, prompt)
-    await _last_of_two(sharing, prompt)
+    warm = await _last_of_two(pullers[GRPC], prompt)
+    for puller in pullers.values():
+        await _last_of_two(puller, prompt)
     bulk = Bulk(warm.num_bytes, warm.num_pages)
     message = warm.num_bytes // warm.num_pages
 
@@ -65,9 +71,7 @@ async def measure_bulk(
     ways: Mapping[str, Callable[[], Awaitable[float]]] = {
         RAW_ASYNCIO: lambda: raw.time_asyncio(raw_address, warm.num_pages, message),
         RAW_THREADED: lambda: asyncio.to_thread(raw.time_threaded, raw_address, warm.num_pages, message),
-        GRPC: lambda: pull(simulated),
-        SHARED: lambda: pull(sharing),
-    }
+    } | {way: partial(pull, puller) for way, puller in pullers.items()}
     await ways[RAW_ASYNCIO]()  # makes its messages
     await ways[RAW_THREADED]()
     for number in range(settings.rounds):

@@ -3,25 +3,26 @@
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from baton.v1 import common_pb2, prefill_pb2
+from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from bench.errors import BenchFailed
-from services.decode.kv_receiver import KvReceiver
+from services.decode.kv_receiver import KvReceiver, Transfer
 from services.engine.config import EngineConfig
 from services.engine.request import EngineRequest, ModelIdentity, SampledToken, SamplingParams, SubmitMode
 from services.engine.sim import SimEngine
 from services.engine.sim_model import write_sim_model
+from services.kv.resources import KvResources
 from services.kv.service import PrefillClient
 from services.rpc.channel import create_channel
+from services.settings import KvTransport
 from services.wire import identity_from_proto, identity_to_proto
-from services.worker import NUM_KV_THREADS, KvTraffic
 
 _DEADLINE_S = 300.0
+_MOST_BEFORE_CONNECTION = 8  # pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class Puller:
         self._identity = identity
         self._client = client
         self._page_bytes = page_bytes
-        self._threads = ThreadPoolExecutor(NUM_KV_THREADS)
+        self._resources = KvResources()
+        self._transport = KvTransport.GRPC
 
     async def pull(self, prompt: Sequence[int], salt: str) -> Pull:
         """Hands one prompt's cache over; another salt finds nothing in the worker's prefix cache."""
@@ -75,8 +77,7 @@ class Puller:
             receiver = KvReceiver(
                 sequence,
                 self._identity,
-                KvTraffic(),
-                self._threads,
+                self._resources,
                 lambda message: sequence.accept_first_token(SampledToken(message.token.token_id % 200)),
             )
             asked = prefill_pb2.PrefillRequest(
@@ -86,27 +87,40 @@ class Puller:
                 max_page_bytes=self._page_bytes,
                 cache_salt=salt,
             )
-            is_shared = self._client.pool is not None
             began = time.perf_counter()
             transfer = await receiver.pull(self._client, asked, _DEADLINE_S)
             seconds = time.perf_counter() - began
         finally:
             sequence.release()
-        if transfer.num_shared_pages != (transfer.num_pages if is_shared else 0):
-            raise BenchFailed("pages did not go the way that was to be measured")
+        if not self._has_gone_as_told(transfer):
+            raise BenchFailed(f"pages did not go the way that was to be measured: {transfer}")
         return Pull(seconds, transfer.after_first_token_s, transfer.num_bytes, transfer.num_pages)
 
-    async def share(self) -> None:
-        """Reads out of the worker's memory from now on."""
-        await self._client.map_pool(self._identity)
-        if self._client.pool is None:
+    def _has_gone_as_told(self, transfer: Transfer) -> bool:
+        others = transfer.num_pages - transfer.num_shared_pages - transfer.num_data_pages
+        match self._transport:
+            case KvTransport.AUTO:
+                return transfer.num_shared_pages == transfer.num_pages
+            case KvTransport.TCP:  # the first ones do not wait for the connection
+                return transfer.num_data_pages > 0 and others <= _MOST_BEFORE_CONNECTION
+            case KvTransport.GRPC:
+                return others == transfer.num_pages
+
+    async def use(self, transport: KvTransport) -> None:
+        """Pages come this way from now on. Raises BenchFailed if they cannot."""
+        shortcuts = self._client.shortcuts
+        await shortcuts.learn(self._identity, transport)
+        if transport is KvTransport.AUTO and shortcuts.pool is None:
             raise BenchFailed("the worker's KV pool cannot be mapped here")
+        if transport is KvTransport.TCP and shortcuts.data_address is None:
+            raise BenchFailed("the worker has no port for data connections")
+        self._transport = transport
 
 
 async def identity_of(address: str) -> ModelIdentity:
     """Of the worker at this address."""
     async with create_channel(address) as channel:
-        info = await PrefillClient(channel).stub.GetInfo(
+        info = await prefill_pb2_grpc.PrefillStub(channel).GetInfo(
             common_pb2.GetInfoRequest(), wait_for_ready=True, timeout=60
         )
     return identity_from_proto(info.identity)
@@ -129,7 +143,7 @@ async def connected(address: str, page_bytes: int, most_tokens: int) -> AsyncIte
         )
     await engine.start()
     try:
-        yield Puller(engine, identity, PrefillClient(channel), page_bytes)
+        yield Puller(engine, identity, PrefillClient(channel, address), page_bytes)
     finally:
         await engine.close()
         await channel.close()

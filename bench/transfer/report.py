@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 
 from bench.statistics import Spread, spread
 from bench.topic import Topic, make_topic
-from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, WAYS, Bulk, Overlap
+from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, TCP, WAYS, Bulk, Overlap
 
 _TITLES = {
     RAW_ASYNCIO: "bare gRPC stream, asyncio client",
     RAW_THREADED: "bare gRPC stream, threaded client",
     GRPC: "Baton, in gRPC messages",
+    TCP: "Baton, on a TCP connection beside gRPC",
     SHARED: "Baton, through shared memory",
 }
 
@@ -29,10 +30,12 @@ def fraction_of_raw(bulk: Bulk, way: str) -> Spread:
 
 def result_line(bulk: Bulk, overlaps: Mapping[int, Overlap]) -> str:
     """The last line of stdout."""
-    fraction = fraction_of_raw(bulk, GRPC)
+    fraction, tcp = fraction_of_raw(bulk, GRPC), fraction_of_raw(bulk, TCP)
     found: dict[str, object] = {
         "grpc_fraction_of_raw": _short(fraction.median),
         "grpc_fraction_of_raw_range": [_short(fraction.low), _short(fraction.high)],
+        "tcp_fraction_of_raw": _short(tcp.median),
+        "tcp_fraction_of_raw_range": [_short(tcp.low), _short(tcp.high)],
         "shm_gb_s": _short(spread(bulk.rates[SHARED]).median / 1e9),
         "shm_fraction_of_raw": _short(fraction_of_raw(bulk, SHARED).median),
     }

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.machine import this_machine
 from bench.transfer import raw
-from bench.transfer.measure import Bulk, Overlap, measure_bulk, measure_overlap
+from bench.transfer.measure import GRPC, SHARED, TCP, Bulk, Overlap, measure_bulk, measure_overlap
 from bench.transfer.puller import connected, identity_of, write_model
 from bench.transfer.report import result_line, topics
 from bench.transfer.settings import Settings
@@ -22,9 +22,11 @@ from cli import ports
 from cli.plan import Launch, Plan
 from services.engine.request import ModelIdentity
 from services.kv import page
+from services.settings import KvTransport
 
 _LEAST_WIDTH = 150  # columns, where stdout is a file
 _MIB = 1024 * 1024
+_TRANSPORTS = {GRPC: KvTransport.GRPC, TCP: KvTransport.TCP, SHARED: KvTransport.AUTO}
 
 
 def run(settings: Settings, output: Path | None) -> None:
@@ -61,13 +63,15 @@ async def _measure(
     num_tokens = max(2, settings.num_bytes // (page.bytes_per_token_layer(identity) * identity.num_layers))
     most_tokens = max(num_tokens, *settings.prompts)
     async with AsyncExitStack() as exits:
-        real, simulated, sharing = [
-            await exits.enter_async_context(connected(address, settings.page_bytes, most_tokens))
-            for address in (real_address, simulated_address, simulated_address)
-        ]
-        await sharing.share()
-        bulk = await measure_bulk(settings, num_tokens, simulated, sharing, raw_address, _progress)
-        return bulk, await measure_overlap(settings, real, simulated, _progress)
+        pullers = {}
+        for way, transport in _TRANSPORTS.items():
+            pullers[way] = await exits.enter_async_context(
+                connected(simulated_address, settings.page_bytes, most_tokens)
+            )
+            await pullers[way].use(transport)
+        real = await exits.enter_async_context(connected(real_address, settings.page_bytes, most_tokens))
+        bulk = await measure_bulk(settings, num_tokens, pullers, raw_address, _progress)
+        return bulk, await measure_overlap(settings, real, pullers[GRPC], _progress)
 
 
 def _plan(model: Path, engine: str, address: str, settings: Settings) -> Plan:

@@ -18,7 +18,7 @@ from services.decode.kv_receiver import KvReceiver, Transfer
 from services.decode.prefill_channels import ClientFor
 from services.engine.errors import InvalidKvPage, InvalidRequest
 from services.engine.interface import Sequence
-from services.rpc.status import PrefillUnavailable, field_of, is_fault
+from services.rpc.status import DataConnectionLost, PrefillUnavailable, field_of, is_fault
 from services.settings import KvTransport, LocalPrefill
 from services.wire import identity_to_proto, token_from_proto
 from services.worker import Worker
@@ -88,11 +88,11 @@ class Handoff:
             try:
                 await self._attempt(target)
                 self._sequence.join()
-            except (aio.AioRpcError, InvalidKvPage) as error:
+            except (aio.AioRpcError, InvalidKvPage, DataConnectionLost) as error:
                 failures.append(f"{target}: {_reason(error)}")
                 log.warning("prefill attempt failed", target=target, reason=_reason(error))
                 refusal = refusal or _refusal(error)
-                if isinstance(error, InvalidKvPage) or is_fault(error):
+                if _is_fault(error):
                     self._report.failed_targets.append(target)
                 self._sequence.kv.reset()
                 continue
@@ -122,18 +122,28 @@ class Handoff:
         return num_left <= max(1, settings.local_prefill_max_tokens)
 
     async def _attempt(self, target: str) -> None:
+        """Raises AioRpcError, InvalidKvPage or DataConnectionLost."""
+        try:
+            await self._pull_from(target)
+        except DataConnectionLost as error:
+            # The worker may be as well as can be; and what it has computed is in its prefix cache.
+            log.warning("pages go in messages for a while", target=target, reason=str(error))
+            self._sequence.kv.reset()
+            await self._pull_from(target)
+
+    async def _pull_from(self, target: str) -> None:
         self._report.attempts += 1
         began = time.monotonic()
         receiver = KvReceiver(
             self._sequence,
             self._worker.engine.info.identity,
-            self._worker.traffic,
-            self._worker.kv_threads,
+            self._worker.kv,
             lambda message: self._take_first_token(target, began, message),
+            self._worker.pings,
         )
         client = self._client_for(target)
-        if self._worker.settings.kv_transport is KvTransport.AUTO:
-            client.map_pool(self._worker.engine.info.identity)
+        if (transport := self._worker.settings.kv_transport) is not KvTransport.GRPC:
+            client.shortcuts.learn(self._worker.engine.info.identity, transport)
         outcome = "error"
         try:
             with self._tracer.start_as_current_span("kv_transfer") as span:
@@ -143,12 +153,13 @@ class Handoff:
                         semconv.BATON_KV_BYTES: transfer.num_bytes,
                         semconv.BATON_KV_PAGES: transfer.num_pages,
                         semconv.BATON_KV_SHARED_PAGES: transfer.num_shared_pages,
+                        semconv.BATON_KV_DATA_PAGES: transfer.num_data_pages,
                     }
                 )
             outcome = "ok"
         except (aio.AioRpcError, InvalidKvPage) as error:
-            if isinstance(error, InvalidKvPage) or is_fault(error):
-                client.forget_pool()  # it may be gone, or another's
+            if _is_fault(error):
+                client.shortcuts.forget()  # it may be gone, or another's
             raise
         finally:
             self._worker.telemetry.metrics.prefill_attempt(outcome)
@@ -185,6 +196,11 @@ class Handoff:
             max_page_bytes=self._worker.settings.max_page_bytes,
             num_held_tokens=self._sequence.num_held_tokens,
         )
+
+
+def _is_fault(error: Exception) -> bool:
+    """Whether an attempt's failure speaks against the worker that was asked."""
+    return isinstance(error, InvalidKvPage) or (isinstance(error, aio.AioRpcError) and is_fault(error))
 
 
 def _refusal(error: Exception) -> InvalidRequest | None:

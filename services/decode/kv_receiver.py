@@ -10,21 +10,26 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
+from grpc import aio
 
 from baton.v1 import prefill_pb2
+from services.decode.data_reader import DataReader
 from services.engine.errors import InvalidKvPage
 from services.engine.interface import Sequence
 from services.engine.request import ModelIdentity
 from services.kv import codec, page
 from services.kv.background import Background
+from services.kv.data_connection import DataConnection
 from services.kv.mapped_pool import MappedPool
+from services.kv.resources import KvResources
 from services.kv.service import PrefillClient
-from services.worker import KvTraffic
+from services.rpc.channel import DEFAULT_PINGS, Pings
+from services.rpc.status import DataConnectionLost, reason_of
 
 log = structlog.get_logger()
 
@@ -38,6 +43,7 @@ class Transfer:
 
     num_pages: int
     num_shared_pages: int  # of these, read out of the prefill worker's memory
+    num_data_pages: int  # of these, read off a data connection
     num_bytes: int
     after_first_token_s: float  # first token in hand to last page verified
 
@@ -46,74 +52,137 @@ class KvReceiver:
     """One attempt at one prefill worker.
 
     Args:
-        threads: where pages are verified and copied.
+        pings: when a data connection that says nothing counts as broken.
     """
 
     def __init__(
         self,
         sequence: Sequence,
         identity: ModelIdentity,
-        traffic: KvTraffic,
-        threads: Executor,
+        resources: KvResources,
         on_first_token: Callable[[prefill_pb2.FirstToken], None],
+        pings: Pings = DEFAULT_PINGS,
     ) -> None:
         self._sequence = sequence
         self._identity = identity
-        self._traffic = traffic
-        self._threads = threads
+        self._resources = resources
         self._on_first_token = on_first_token
+        self._pings = pings
         self._changed = asyncio.Event()
+        self._imports = Background(resources.threads, self._changed.set)
+        self._transfer_id = secrets.token_hex(16)
+        self._pool: MappedPool | None = None
+        self._data: DataReader | None = None
         self._first_token_at: float | None = None
         self._imported_at = 0.0
         self._num_pages = 0
         self._num_bytes = 0
         self._num_shared = 0  # pages
+        self._num_data = 0  # pages
 
     async def pull(
         self, client: PrefillClient, request: prefill_pb2.PrefillRequest, timeout_s: float | None
     ) -> Transfer:
-        """Runs the call to its end.
+        """Runs the call to its end; once.
 
-        Raises InvalidKvPage (damaged, missing or surplus pages) or AioRpcError (the worker's status).
+        Raises InvalidKvPage (damaged, missing or surplus pages), AioRpcError (the worker's status) or
+        DataConnectionLost.
         """
-        request.transfer_id = secrets.token_hex(16)
-        if (pool := client.pool) is not None:
-            request.shared_pool = pool.pool_id
-        result: prefill_pb2.PrefillResult | None = None
-        imports = Background(self._threads, self._changed.set)
+        request.transfer_id = self._transfer_id
+        if (pool := client.shortcuts.pool) is not None:
+            self._pool, request.shared_pool = pool, pool.pool_id
         call = client.prefill(request, timeout=timeout_s)
+        result: prefill_pb2.PrefillResult | None = None
         try:
             async with asyncio.timeout(None) as bound:
+                if pool is None:
+                    self._open_data(client, request.max_page_bytes, bound)
                 async for data in call:
                     if result is not None:
                         raise InvalidKvPage("a message after the result")
                     message = codec.decode_message(data)
                     if isinstance(message, page.Page):
-                        await self._until_unfinished(imports, _MOST_UNFINISHED - 1)
-                        self._count(message, pool)
-                        imports.start(partial(self._import, message, request.transfer_id, pool))
+                        await self._take_page(message)
                         continue
                     match message.WhichOneof("message"):
                         case "first_token":
                             self._take_first_token(message.first_token)
                         case "result":
                             result = message.result
-                            await self._until_unfinished(imports, 0)
-                            self._imported_at = time.monotonic()
+                            await self._until_imported()
                             if self._num_shared:
-                                await client.release(request.transfer_id)
+                                await client.release(self._transfer_id)
                             # All is here: whoever does not end the call is not waited for.
                             bound.reschedule(asyncio.get_running_loop().time() + _END_S)
                         case unknown:
                             raise InvalidKvPage(f"unknown prefill message {unknown!r}")
         except TimeoutError:
-            log.warning("prefill did not end a call whose result it has sent", transfer=request.transfer_id)
+            if result is None:
+                assert self._data is not None
+                assert self._data.failure is not None
+                raise self._data.failure from None
+            log.warning("prefill did not end a call whose result it has sent", transfer=self._transfer_id)
+        except aio.AioRpcError as error:
+            if reason_of(error) == DataConnectionLost.__name__:
+                raise DataConnectionLost(f"prefill says: {error.details()}") from error
+            raise
         finally:
             call.cancel()  # leaving the loop early cancels nothing by itself
-            await imports.stop()
-        if pool is not None and self._num_pages and not self._num_shared:
-            client.forget_pool()  # another process answers at this address
+            await self._stop(client)
         return self._finish(result)
+
+    def _open_data(self, client: PrefillClient, most_bytes: int, bound: asyncio.Timeout) -> None:
+        if (address := client.shortcuts.data_address) is None:
+            return
+
+        def end_pull() -> None:
+            with suppress(RuntimeError):  # it has ended by itself
+                bound.reschedule(asyncio.get_running_loop().time())
+
+        self._data = DataReader(
+            DataConnection.open(*address, self._transfer_id, self._pings),
+            self._resources.staging,
+            max(most_bytes, page.bytes_per_token_layer(self._identity)),
+            self._take_data_page,
+            end_pull,
+        )
+
+    async def _stop(self, client: PrefillClient) -> None:
+        """Nobody writes to the sequence's blocks from then on."""
+        if self._data is not None:
+            await self._data.close()
+            if isinstance(self._data.failure, DataConnectionLost):
+                client.shortcuts.leave_data()
+        await self._imports.stop()
+        if self._pool is not None and self._num_pages and not self._num_shared:
+            client.shortcuts.forget()  # another process answers at this address
+
+    async def _take_page(self, received: page.Page) -> None:
+        self._count(received)
+        if received.header.data_bytes:
+            if self._data is None:
+                raise InvalidKvPage("a page on a data connection, of which there is none")
+            self._data.name(received.header)
+            return
+        await self._until_unfinished(_MOST_UNFINISHED - 1)
+        self._imports.start(partial(self._import, received))
+
+    async def _take_data_page(
+        self, header: prefill_pb2.KvPage, payload: memoryview, on_read: Callable[[], None]
+    ) -> None:
+        def job() -> None:
+            self._import(page.Page(header, payload))
+            on_read()
+
+        await self._until_unfinished(_MOST_UNFINISHED - 1)
+        self._imports.start(job)
+
+    async def _until_imported(self) -> None:
+        """Waits until all that was named has been written to blocks. Raises what an import has raised."""
+        if self._data is not None:
+            await self._data.drained()
+        await self._until_unfinished(0)
+        self._imported_at = time.monotonic()
 
     def _take_first_token(self, message: prefill_pb2.FirstToken) -> None:
         if self._first_token_at is not None:
@@ -121,8 +190,9 @@ class KvReceiver:
         self._first_token_at = time.monotonic()
         self._on_first_token(message)
 
-    async def _until_unfinished(self, imports: Background, most: int) -> None:
+    async def _until_unfinished(self, most: int) -> None:
         """Waits until no more imports than that are unfinished. Raises what one has raised."""
+        imports = self._imports
         while imports.num_unfinished > most:
             self._changed.clear()
             imports.check()
@@ -130,32 +200,37 @@ class KvReceiver:
                 await self._changed.wait()
         imports.check()
 
-    def _count(self, received: page.Page, pool: MappedPool | None) -> None:
-        """Raises InvalidKvPage for what cannot be a page in shared memory, before its ranges are used."""
+    def _count(self, received: page.Page) -> None:
+        """Raises InvalidKvPage for what cannot be a page elsewhere, before its ranges are used."""
         header, num_bytes = received.header, len(received.payload)
+        if bool(num_bytes) + bool(header.blocks) + bool(header.data_bytes) > 1:
+            raise InvalidKvPage("a page that is said to be in several places")
         if header.blocks:
-            if pool is None:
+            if self._pool is None:
                 raise InvalidKvPage("a page in shared memory, which was not asked for")
             where = page.range_of(header)
-            pool.check(where, header.blocks)
+            self._pool.check(where, header.blocks)
             num_bytes = page.num_bytes(self._identity, where)
             self._num_shared += 1
+        elif header.data_bytes:
+            num_bytes = header.data_bytes
+            self._num_data += 1
         self._num_pages += 1
         self._num_bytes += num_bytes
-        self._traffic.received += num_bytes
+        self._resources.traffic.received += num_bytes
 
-    def _import(self, received: page.Page, transfer_id: str, pool: MappedPool | None) -> None:
+    def _import(self, received: page.Page) -> None:
         """In a thread, one page at a time."""
-        header = received.header
+        header, pool = received.header, self._pool
         if pool is None or not header.blocks:
-            where = page.verify(header, [received.payload], transfer_id, self._identity)
+            where = page.verify(header, [received.payload], self._transfer_id, self._identity)
             self._sequence.kv.import_page(where, received.payload)
             return
         self._sequence.kv.copy_page(
             page.range_of(header),
             pool.rows,
             header.blocks,
-            lambda pieces: page.verify(header, pieces, transfer_id, self._identity),
+            lambda pieces: page.verify(header, pieces, self._transfer_id, self._identity),
         )
 
     def _finish(self, result: prefill_pb2.PrefillResult | None) -> Transfer:
@@ -171,4 +246,4 @@ class KvReceiver:
         if not self._sequence.kv.is_complete:
             raise InvalidKvPage("parts of the KV cache are missing")
         after_s = max(0.0, self._imported_at - self._first_token_at)
-        return Transfer(self._num_pages, self._num_shared, self._num_bytes, after_s)
+        return Transfer(self._num_pages, self._num_shared, self._num_data, self._num_bytes, after_s)

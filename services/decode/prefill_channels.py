@@ -23,9 +23,9 @@ ClientFor = Callable[[str], PrefillClient]
 
 
 class _Channel:
-    def __init__(self, channel: aio.Channel) -> None:
+    def __init__(self, channel: aio.Channel, target: str) -> None:
         self.channel = channel
-        self.client = PrefillClient(channel)
+        self.client = PrefillClient(channel, target)
         self.num_users = 0
         self.idle_since = 0.0
 
@@ -62,9 +62,8 @@ class PrefillChannels:
 
         def client_for(target: str) -> PrefillClient:
             if target not in self._channels:
-                self._channels[target] = _Channel(
-                    create_channel(target, self._interceptors, pings=self._pings)
-                )
+                made = create_channel(target, self._interceptors, pings=self._pings)
+                self._channels[target] = _Channel(made, target)
             channel = self._channels[target]
             channel.num_users += 1
             used.append(channel)

@@ -76,6 +76,7 @@ class ReplyStream:
                     num_bytes=transfer.num_bytes,
                     num_pages=transfer.num_pages,
                     num_shared_pages=transfer.num_shared_pages,
+                    num_data_pages=transfer.num_data_pages,
                 )
             )
         return finished

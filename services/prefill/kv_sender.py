@@ -7,19 +7,19 @@ those before it are being sent.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from baton.v1 import prefill_pb2
-from services.engine.interface import Sequence
+from services.engine import interface
 from services.engine.page_range import PageRange
 from services.engine.request import FirstTokenSampled, KvComputed, ModelIdentity
 from services.kv import codec, page
 from services.kv.background import Background
+from services.kv.data_server import DataStream
+from services.kv.resources import KvResources
 from services.wire import token_to_proto
-from services.worker import KvTraffic
 
 _MS = 1000.0
 SHARED_PAGE_BYTES = 8 * 1024 * 1024  # announcing one costs next to nothing; decode copies it in about a ms
@@ -29,29 +29,30 @@ _MOST_AHEAD = 3  # pages that are copied out before their turn, so that the wire
 class _Sealed(NamedTuple):
     message: bytes
     num_bytes: int  # of payload
+    pieces: Sequence[memoryview] = ()  # of payload, which go on the data connection after the message
 
 
 class KvSender:
     """The messages of one Prefill call, in the order they should go.
 
     Args:
-        threads: where pages are copied and checksums computed.
         max_page_bytes: of a page in a message.
         num_held_tokens: first positions, which the receiver has.
         is_shared: the receiver reads pages out of this worker's pool: they go as names of blocks.
+        data: a connection beside the messages, on which the bytes of pages go as soon as it is open.
     """
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: interface.Sequence,
         identity: ModelIdentity,
         transfer_id: str,
         max_page_bytes: int,
-        traffic: KvTraffic,
-        threads: Executor,
+        resources: KvResources,
         num_held_tokens: int = 0,
         *,
         is_shared: bool = False,
+        data: DataStream | None = None,
         shared_page_bytes: int = SHARED_PAGE_BYTES,
     ) -> None:
         self._sequence = sequence
@@ -59,10 +60,10 @@ class KvSender:
         self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
         self._transfer_id = transfer_id
         self._max_page_bytes = shared_page_bytes if is_shared else max_page_bytes
-        self._traffic = traffic
-        self._threads = threads
+        self._resources = resources
         self._num_held_tokens = num_held_tokens
         self._is_shared = is_shared
+        self._data = data
         self._waiting: deque[PageRange] = deque()
         self._sealed: deque[_Sealed] = deque()
         self._first_token: FirstTokenSampled | None = None
@@ -77,7 +78,8 @@ class KvSender:
         Raises what the sequence raises. Close it (`aclosing`) on every path.
         """
         collect = asyncio.create_task(self._collect())
-        sealing = Background(self._threads, self._changed.set)
+        sealing = Background(self._resources.threads, self._changed.set)
+        sending: asyncio.Task[None] | None = None  # bytes of a page; the first token waits for none
         try:
             while True:
                 # Cleared before looking, so that nothing which arrives after the look is missed.
@@ -89,9 +91,15 @@ class KvSender:
                 if self._first_token is not None:
                     first, self._first_token = self._first_token, None
                     yield self._announce(first)
-                elif self._sealed:
-                    yield self._count(self._sealed.popleft())
-                elif is_over:
+                elif sending is not None and sending.done():
+                    sending.result()
+                    sending = None
+                elif self._sealed and sending is None:
+                    sealed = self._sealed.popleft()
+                    yield self._count(sealed)
+                    if sealed.pieces:
+                        sending = self._send(sealed.pieces)
+                elif is_over and sending is None:
                     await collect  # raises here what ended the sequence early
                     break
                 else:
@@ -99,9 +107,17 @@ class KvSender:
                     await self._changed.wait()
             yield self._result()
         finally:
-            collect.cancel()
+            tasks = [collect] if sending is None else [collect, sending]
+            for task in tasks:
+                task.cancel()
             await sealing.stop()
-            await asyncio.gather(collect, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _send(self, pieces: Sequence[memoryview]) -> "asyncio.Task[None]":
+        assert self._data is not None
+        sending = asyncio.create_task(self._data.send(pieces))
+        sending.add_done_callback(lambda _: self._changed.set())
+        return sending
 
     async def _collect(self) -> None:
         try:
@@ -121,20 +137,25 @@ class KvSender:
         """In a thread, one page at a time."""
         header = page.header_of(self._transfer_id, self._identity, where)
         num_bytes = page.num_bytes(self._identity, where)
+        pieces: list[memoryview] = []
         if self._is_shared:
             view = self._sequence.kv.view_page(where)
             header.blocks.extend(view.blocks)
             message = codec.PageMessage(header, 0).finish(page.checksum(header, view.pieces))
+        elif self._data is not None and self._data.is_open:
+            pieces = self._sequence.kv.view_page(where).pieces
+            header.data_bytes = num_bytes
+            message = codec.PageMessage(header, 0).finish(page.checksum(header, pieces))
         else:
             draft = codec.PageMessage(header, num_bytes)
             self._sequence.kv.export_page(where, page.tensor_over(draft.payload, self._identity))
             message = draft.finish(page.checksum(header, [draft.payload]))
-        self._sealed.append(_Sealed(message, num_bytes))
+        self._sealed.append(_Sealed(message, num_bytes, pieces))
 
     def _count(self, sealed: _Sealed) -> bytes:
         self.num_pages += 1
         self.num_bytes += sealed.num_bytes
-        self._traffic.sent += sealed.num_bytes
+        self._resources.traffic.sent += sealed.num_bytes
         return sealed.message
 
     def _announce(self, first: FirstTokenSampled) -> prefill_pb2.PrefillMessage:

@@ -7,7 +7,7 @@ release its blocks only when it is collected, a coroutine does so on the spot.
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 
 from grpc import aio
 
@@ -15,8 +15,9 @@ from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.engine.errors import EngineError
 from services.engine.identity import check_compatible
 from services.engine.request import SequenceTimings, SubmitMode
+from services.kv.data_server import DataServer
 from services.prefill.kv_sender import KvSender
-from services.rpc.status import Draining, abort
+from services.rpc.status import DataConnectionLost, Draining, abort
 from services.wire import engine_request, identity_from_proto
 from services.worker import Worker
 
@@ -24,10 +25,15 @@ PrefillContext = aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.Pre
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    """Runs prompts for decode workers."""
+    """Runs prompts for decode workers.
 
-    def __init__(self, worker: Worker) -> None:
+    Args:
+        data_server: where these may fetch the bytes of pages; None: in messages only.
+    """
+
+    def __init__(self, worker: Worker, data_server: DataServer | None = None) -> None:
         self._worker = worker
+        self._data_server = data_server
         self._taken: dict[str, asyncio.Event] = {}  # by transfer: its pages have been read
 
     async def Prefill(  # type: ignore[override]  # the stub knows only generators
@@ -37,7 +43,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         try:
             with self._worker.lifecycle.track():
                 await self._prefill(request, context)
-        except (EngineError, Draining) as error:
+        except (EngineError, Draining, DataConnectionLost) as error:
             await abort(context, error)
 
     async def _prefill(self, request: prefill_pb2.PrefillRequest, context: PrefillContext) -> None:
@@ -51,17 +57,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         pool = worker.engine.info.shared_pool
         is_shared = pool is not None and request.shared_pool == pool.pool_id
         taken = self._taken[request.transfer_id] = asyncio.Event()
+        exits = ExitStack()
+        data = None
         try:
+            if self._data_server is not None and not is_shared:
+                data = exits.enter_context(self._data_server.expecting(request.transfer_id))
             await context.send_initial_metadata(())
             sender = KvSender(
                 sequence,
                 identity,
                 request.transfer_id,
                 min(request.max_page_bytes or worker.settings.max_page_bytes, worker.settings.max_page_bytes),
-                worker.traffic,
-                worker.kv_threads,
+                worker.kv,
                 request.num_held_tokens,
                 is_shared=is_shared,
+                data=data,
             )
             async with aclosing(sender.messages()) as messages:
                 async for message in messages:
@@ -69,6 +79,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if is_shared and sender.num_pages:
                 await taken.wait()
         finally:
+            exits.close()
             sequence.release()
             if self._taken.get(request.transfer_id) is taken:
                 del self._taken[request.transfer_id]

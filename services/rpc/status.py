@@ -35,6 +35,10 @@ class PrefillUnavailable(Exception):
         self.failed_targets = tuple(failed_targets)
 
 
+class DataConnectionLost(Exception):
+    """What carries the bytes of a transfer beside its call has broken; another call can do without."""
+
+
 class Superseded(Exception):
     """A call with a higher epoch has taken over the reply."""
 
@@ -52,6 +56,7 @@ STATUS_TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (Draining, grpc.StatusCode.UNAVAILABLE),
     (PrefillUnavailable, grpc.StatusCode.UNAVAILABLE),
     (Superseded, grpc.StatusCode.ABORTED),
+    (DataConnectionLost, grpc.StatusCode.ABORTED),
 )
 
 

@@ -43,7 +43,9 @@ async def test_decode_generates_from_imported_kv_alone(cluster: Cluster) -> None
     assert cluster.decode[0].worker.load().prompt_tokens_computed == 0
     assert cluster.prefill[0].worker.load().prompt_tokens_computed == 100
     moved = reply.finished.handoff.num_bytes
-    assert moved == cluster.prefill[0].worker.traffic.sent == cluster.decode[0].worker.traffic.received > 0
+    assert (
+        moved == cluster.prefill[0].worker.kv.traffic.sent == cluster.decode[0].worker.kv.traffic.received > 0
+    )
     assert reply.finished.handoff.num_pages > 1
 
 

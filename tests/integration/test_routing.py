@@ -135,7 +135,7 @@ async def test_a_prompt_comes_back_to_where_its_beginning_is_cached(tmp_path: Pa
                 for prompt in (3, 7, 11):
                     await generate(router, generations, prompt)
             totals[name] = sum(w.worker.load().prompt_tokens_computed for w in workers.prefill)
-            totals[f"{name} bytes"] = sum(w.worker.traffic.received for w in workers.decode)
+            totals[f"{name} bytes"] = sum(w.worker.kv.traffic.received for w in workers.decode)
     assert totals["affinity"] == 3 * 100 + 9  # of what is cached, a last token is computed all the same
     assert totals["load"] > totals["affinity"]
     assert totals["load bytes"] > totals["affinity bytes"]
@@ -147,15 +147,15 @@ async def test_a_worker_that_begins_to_drain_under_a_request_is_not_noticed(tmp_
         workers.gateway() as (router, generations),
     ):
         undisturbed = await generate(router, generations)
-        (preferred,) = [w for w in workers.decode if w.worker.traffic.received]
-        (prefill,) = [w for w in workers.prefill if w.worker.traffic.sent]
+        (preferred,) = [w for w in workers.decode if w.worker.kv.traffic.received]
+        (prefill,) = [w for w in workers.prefill if w.worker.kv.traffic.sent]
         # Nothing is awaited in between: the gateway picks before it can have heard.
         preferred.server.lifecycle.draining.set()
         prefill.server.lifecycle.draining.set()
         again = await generate(router, generations)
         assert text_of(again) == text_of(undisturbed)
         (other,) = [w for w in workers.decode if w is not preferred]
-        assert other.worker.traffic.received
+        assert other.worker.kv.traffic.received
         for worker in (preferred, prefill):
             assert breaker(router, worker.address) == "closed"
         states = {worker.address: worker.state for worker in router.worker_states}

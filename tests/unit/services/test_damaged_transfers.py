@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from baton.v1 import prefill_pb2
+from services.decode import kv_receiver
 from services.decode.kv_receiver import KvReceiver
 from services.engine.config import EngineConfig
 from services.engine.errors import InvalidKvPage
@@ -23,11 +24,12 @@ from services.engine.sim import SimEngine
 from services.engine.sim_model import write_sim_model
 from services.kv.background import Background
 from services.kv.mapped_pool import map_pool
+from services.kv.resources import KvResources
 from services.kv.service import PrefillCall, PrefillClient
 from services.prefill import kv_sender
 from services.prefill.kv_sender import KvSender
+from services.rpc.channel import create_channel
 from services.wire import info_to_proto
-from services.worker import KvTraffic
 from tests.unit.engine.tiny_models import make_request
 from tests.unit.services.kv.test_page import encode_page
 
@@ -60,13 +62,12 @@ class _Call:
 
 class _Client(PrefillClient):
     def __init__(self, messages: Messages, *, ends: bool) -> None:
-        self.pool = None
+        super().__init__(create_channel("127.0.0.1:1"), "127.0.0.1:1")
         self._messages = messages
         self._ends = ends
         self.released: list[str] = []
 
     def prefill(self, request: prefill_pb2.PrefillRequest, timeout: float | None) -> PrefillCall:
-        request.transfer_id = TRANSFER
         return _Call(self._messages, ends=self._ends)
 
     async def release(self, transfer_id: str) -> None:
@@ -135,8 +136,7 @@ class Pair:
             self.source.info.identity,
             TRANSFER,
             MAX_PAGE_BYTES,
-            KvTraffic(),
-            self.threads,
+            KvResources(),
             is_shared=is_shared,
             shared_page_bytes=MAX_PAGE_BYTES,
         )
@@ -148,20 +148,19 @@ class Pair:
 
     async def receive(self, messages: Messages, *, is_shared: bool, ends: bool = True) -> bool:
         """Whether the transfer was taken for whole; joins then, which looks at every number."""
-        traffic = KvTraffic()
+        resources = KvResources()
         sequence = self.target.submit(make_request(PROMPT, 4), SubmitMode.HANDOFF)
         try:
             await sequence.reserved()
             client = _Client(messages, ends=ends)
             if is_shared:
                 info = info_to_proto(self.source.info, 1, "source", runs_prompts=True)
-                client.pool = map_pool(info, self.source.info.identity)
-                assert client.pool is not None
+                client.shortcuts.pool = map_pool(info, self.source.info.identity)
+                assert client.shortcuts.pool is not None
             receiver = KvReceiver(
                 sequence,
                 self.target.info.identity,
-                traffic,
-                self.threads,
+                resources,
                 lambda message: sequence.accept_first_token(SampledToken(message.token.token_id)),
             )
             request = prefill_pb2.PrefillRequest(max_page_bytes=MAX_PAGE_BYTES)
@@ -174,7 +173,15 @@ class Pair:
             return True
         finally:
             sequence.release()
-            assert 0 <= traffic.received <= 2 * len(PROMPT) * 128, "a load report could not say that"
+            assert 0 <= resources.traffic.received <= 2 * len(PROMPT) * 128, (
+                "a load report could not say that"
+            )
+
+
+@pytest.fixture(autouse=True)
+def one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been recorded of one is received as another."""
+    monkeypatch.setattr(kv_receiver.secrets, "token_hex", lambda _: TRANSFER)
 
 
 @pytest.fixture
