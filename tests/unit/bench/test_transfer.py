@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, Bulk, Overlap
+from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, TCP, Bulk, Overlap
 from bench.transfer.report import fraction_of_raw, result_line
 from cli import bench
 from cli.errors import CommandError
@@ -20,6 +20,7 @@ def test_fractions_are_of_the_faster_bare_stream_of_the_same_round() -> None:
         RAW_ASYNCIO: [1e9, 4e9, 1e9],
         RAW_THREADED: [2e9, 1e9, 1e9],
         GRPC: [1e9, 1e9, 1e9],
+        TCP: [2e9, 3e9, 2e9],
         SHARED: [4e9, 4e9, 5e9],
     }
     fraction = fraction_of_raw(bulk, GRPC)
@@ -27,6 +28,7 @@ def test_fractions_are_of_the_faster_bare_stream_of_the_same_round() -> None:
     overlap = Overlap(100, left_s=[0.1, 0.3, 0.1], whole_s=[1.0, 1.0, 0.5], prefill_s=[9.0, 9.0, 9.0])
     result = json.loads(result_line(bulk, {1024: overlap}).removeprefix("RESULT "))
     assert result["grpc_fraction_of_raw"] == 0.5
+    assert result["tcp_fraction_of_raw"] == 1.0
     assert result["shm_gb_s"] == 4.0
     assert result["critical_path_share_1024"] == 0.2
     assert result["critical_path_share_1024_range"] == [0.1, 0.3]

@@ -7,8 +7,7 @@ join, so a cache that is wrong anywhere does not go unnoticed.
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -126,7 +125,7 @@ class Pair:
 
     source: SimEngine
     target: SimEngine
-    threads: ThreadPoolExecutor
+    resources: KvResources = field(default_factory=KvResources)
 
     async def record(self, *, is_shared: bool) -> tuple[Messages, Callable[[], None]]:
         """The honest messages, and what ends the transfer at the source."""
@@ -136,7 +135,7 @@ class Pair:
             self.source.info.identity,
             TRANSFER,
             MAX_PAGE_BYTES,
-            KvResources(),
+            self.resources,
             is_shared=is_shared,
             shared_page_bytes=MAX_PAGE_BYTES,
         )
@@ -148,7 +147,7 @@ class Pair:
 
     async def receive(self, messages: Messages, *, is_shared: bool, ends: bool = True) -> bool:
         """Whether the transfer was taken for whole; joins then, which looks at every number."""
-        resources = KvResources()
+        self.resources.traffic.received = 0
         sequence = self.target.submit(make_request(PROMPT, 4), SubmitMode.HANDOFF)
         try:
             await sequence.reserved()
@@ -160,7 +159,7 @@ class Pair:
             receiver = KvReceiver(
                 sequence,
                 self.target.info.identity,
-                resources,
+                self.resources,
                 lambda message: sequence.accept_first_token(SampledToken(message.token.token_id)),
             )
             request = prefill_pb2.PrefillRequest(max_page_bytes=MAX_PAGE_BYTES)
@@ -173,9 +172,8 @@ class Pair:
             return True
         finally:
             sequence.release()
-            assert 0 <= resources.traffic.received <= 2 * len(PROMPT) * 128, (
-                "a load report could not say that"
-            )
+            received = self.resources.traffic.received
+            assert 0 <= received <= 2 * len(PROMPT) * 128, "a load report could not say that"
 
 
 @pytest.fixture(autouse=True)
@@ -192,8 +190,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
     target = SimEngine(EngineConfig(**config, prefix_cache=False, block_size=8))  # type: ignore[arg-type]
     await source.start()
     await target.start()
-    with ThreadPoolExecutor(2) as threads:
-        yield Pair(source, target, threads)
+    yield Pair(source, target)
     for engine in (source, target):
         assert engine.load().blocks_used == 0
         await engine.close()
