@@ -19,8 +19,8 @@ from services.rpc.status import DataConnectionLost
 log = structlog.get_logger()
 
 HELLO_BYTES = 32  # of a transfer's ID
-_HELLO_S = 5.0  # for the ID to arrive, and its call after it
-_MOST_STRANGERS = 256  # connections whose call is not known yet
+HELLO_S = 5.0  # for the ID to arrive, and its call after it
+MOST_STRANGERS = 256  # connections whose call is not known yet
 _RETRY_S = 0.1
 
 
@@ -92,6 +92,11 @@ class DataServer:
         self._strangers: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
+    @property
+    def num_strangers(self) -> int:
+        """Connections whose call is not known yet."""
+        return len(self._strangers)
+
     @contextmanager
     def expecting(self, transfer_id: str) -> Iterator[DataStream]:
         """A transfer's stream, as long as its call lasts."""
@@ -126,7 +131,7 @@ class DataServer:
                 log.warning("cannot accept data connections", reason=str(error))
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._strangers) >= MOST_STRANGERS:
                 end.close()
                 continue
             end.settimeout(0)
@@ -145,7 +150,7 @@ class DataServer:
                 taken.set_result(None)
             elif transfer_id not in self._early:
                 self._early[transfer_id] = _Early(end, taken)
-                await asyncio.wait((taken,), timeout=_HELLO_S)
+                await asyncio.wait((taken,), timeout=HELLO_S)
         except (OSError, EOFError, ValueError, TimeoutError):
             pass  # somebody who is no decode worker, or has gone
         finally:
@@ -158,6 +163,6 @@ class DataServer:
 async def _hello(end: socket.socket) -> str:
     """The transfer's ID. Raises OSError, EOFError, ValueError or TimeoutError."""
     hello = bytearray(HELLO_BYTES)
-    async with asyncio.timeout(_HELLO_S):
+    async with asyncio.timeout(HELLO_S):
         await data_socket.receive(end, memoryview(hello))
     return hello.decode("ascii")
