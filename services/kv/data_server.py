@@ -164,5 +164,5 @@ async def _hello(end: socket.socket) -> str:
     """The transfer's ID. Raises OSError, EOFError, ValueError or TimeoutError."""
     hello = bytearray(HELLO_BYTES)
     async with asyncio.timeout(HELLO_S):
-        await data_socket.receive(end, memoryview(hello))
+        await data_socket.receive(end, memoryview(hello), HELLO_S)
     return hello.decode("ascii")

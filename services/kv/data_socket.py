@@ -39,12 +39,13 @@ async def send(end: socket.socket, pieces: Iterable[memoryview]) -> None:
             at += 1
 
 
-async def receive(end: socket.socket, into: memoryview) -> None:
-    """Fills it. Raises OSError, and EOFError if the other end closes before."""
+async def receive(end: socket.socket, into: memoryview, silence_s: float) -> None:
+    """Fills it. Raises OSError, EOFError if the other end closes before, TimeoutError if no byte comes."""
     loop = asyncio.get_running_loop()
     at = 0
     while at < len(into):
-        received = await loop.sock_recv_into(end, into[at:])
+        async with asyncio.timeout(silence_s):
+            received = await loop.sock_recv_into(end, into[at:])
         if not received:
             raise EOFError(f"closed after {at} of {len(into)} bytes")
         at += received

@@ -86,11 +86,15 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(
-    folder: Path, num_prefill: int = 1, local_prefill: str = "never", **overrides: object
+    folder: Path,
+    num_prefill: int = 1,
+    local_prefill: str = "never",
+    write_model: Callable[[Path], None] = write_sim_model,
+    **overrides: object,
 ) -> AsyncIterator[Cluster]:
     """Starts the workers; `overrides` go to every worker."""
     model = folder / "baton-sim"
-    write_sim_model(model)
+    write_model(model)
     cluster = Cluster()
     async with AsyncExitStack() as stack:
         for _ in range(num_prefill):
