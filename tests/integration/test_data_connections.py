@@ -11,11 +11,14 @@ import pytest
 from grpc import aio
 
 from baton.v1 import decode_pb2
+from services.settings import KvTransport
 from tests.integration.cluster import Cluster, Reply, collect, generate_request, running_cluster
 from tests.integration.failure_rig import KV_BYTES_PER_TOKEN, write_model
 from tests.integration.lying_prefill import lying_prefill
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 100
 KV_BYTES = NUM_TOKENS * KV_BYTES_PER_TOKEN  # 18 MB: more than buffers hold
@@ -46,7 +49,8 @@ class Linked:
 
 @asynccontextmanager
 async def linked(folder: Path, **overrides: object) -> AsyncIterator[Linked]:
-    settings = {"kv_transport": "tcp", "ping_s": 0.5, "ping_timeout_s": 1.0, "prefix_cache": False}
+    settings = {"kv_transport": "tcp", "ping_s": 0.5, "ping_timeout_s": 1.0}
+    settings |= {"prefix_cache": False, "kv_memory_mb": 400}
     async with running_cluster(folder, write_model=write_model, **(settings | overrides)) as cluster:
         worker = cluster.prefill[0].worker
         async with (
@@ -140,7 +144,7 @@ async def test_a_port_that_leads_nowhere_harms_nobody(tmp_path: Path) -> None:
 
 async def test_the_first_token_waits_for_no_page(tmp_path: Path) -> None:
     """All pages are named and 2 MB of them are on their way when it is sampled."""
-    async with linked(tmp_path, sim_token_ms=300.0) as link:
+    async with linked(tmp_path, sim_token_ms=100.0) as link:
         expected = await whole(link)
         link.data.limit(1_000_000)
         call = link.cluster.stub.Generate(request(link.calls.address))
@@ -177,7 +181,7 @@ async def test_either_end_may_refuse(tmp_path: Path, refuses: str) -> None:
         if refuses == "prefill":
             worker.data_port = 0
         else:
-            worker.settings = worker.settings.model_copy(update={"kv_transport": "grpc"})
+            worker.settings = worker.settings.model_copy(update={"kv_transport": KvTransport.GRPC})
         for _ in range(2):
             reply = await link.ask()
             assert reply.finished is not None
