@@ -21,10 +21,10 @@ class DataReader:
     """Of one transfer.
 
     Args:
-        connecting: opens its connection.
+        connect: opens its connection.
         most_bytes: of a page.
         on_page: given header and payload, and what to call when nobody reads the payload any more.
-        on_failure: called when `failure` has been set, and pages that were named will not come.
+        on_failure: called when pages that were named will not come, and `lost` says why.
 
     Attributes:
         failure: what has ended the reading. As long as no page is named, it harms nobody.
@@ -32,7 +32,7 @@ class DataReader:
 
     def __init__(
         self,
-        connecting: Awaitable[DataConnection],
+        connect: Callable[[], Awaitable[DataConnection]],
         staging: Staging,
         most_bytes: int,
         on_page: OnPage,
@@ -45,8 +45,13 @@ class DataReader:
         self._on_failure = on_failure
         self._named: asyncio.Queue[prefill_pb2.KvPage] = asyncio.Queue(_MOST_NAMED)
         self._num_left = 0  # pages that were named and have not been given to on_page
-        self._reading = asyncio.create_task(self._read(connecting))
+        self._reading = asyncio.create_task(self._read(connect))
         self._reading.add_done_callback(self._end)
+
+    @property
+    def lost(self) -> BaseException | None:
+        """What has kept pages that were named from coming."""
+        return self.failure if self._num_left else None
 
     def name(self, header: prefill_pb2.KvPage) -> None:
         """Its bytes are on their way.
@@ -72,8 +77,8 @@ class DataReader:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _read(self, connecting: Awaitable[DataConnection]) -> None:
-        connection = await connecting
+    async def _read(self, connect: Callable[[], Awaitable[DataConnection]]) -> None:
+        connection = await connect()
         try:
             while True:
                 header = await self._named.get()
@@ -89,5 +94,5 @@ class DataReader:
     def _end(self, reading: "asyncio.Task[None]") -> None:
         if not reading.cancelled() and (error := reading.exception()) is not None:
             self.failure = error
-            if self._num_left:
+            if self.lost:
                 self._on_failure()

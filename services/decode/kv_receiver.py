@@ -117,10 +117,8 @@ class KvReceiver:
                         case unknown:
                             raise InvalidKvPage(f"unknown prefill message {unknown!r}")
         except TimeoutError:
-            if result is None:
-                assert self._data is not None
-                assert self._data.failure is not None
-                raise self._data.failure from None
+            if self._data is not None and (lost := self._data.lost) is not None:
+                raise lost from None  # also after the result: bytes may still have been on their way
             log.warning("prefill did not end a call whose result it has sent", transfer=self._transfer_id)
         except aio.AioRpcError as error:
             if reason_of(error) == DataConnectionLost.__name__:
@@ -140,7 +138,7 @@ class KvReceiver:
                 bound.reschedule(asyncio.get_running_loop().time())
 
         self._data = DataReader(
-            DataConnection.open(*address, self._transfer_id, self._pings),
+            partial(DataConnection.open, *address, self._transfer_id, self._pings),
             self._resources.staging,
             max(most_bytes, page.bytes_per_token_layer(self._identity)),
             self._take_data_page,
@@ -160,10 +158,7 @@ class KvReceiver:
     async def _take_page(self, received: page.Page) -> None:
         self._count(received)
         if received.header.data_bytes:
-            if self._data is None:
-                raise InvalidKvPage("a page on a data connection, of which there is none")
-            self._data.name(received.header)
-            return
+            return  # `_take_data_page` is called with it
         await self._until_unfinished(_MOST_UNFINISHED - 1)
         self._imports.start(partial(self._import, received))
 
@@ -201,7 +196,7 @@ class KvReceiver:
         imports.check()
 
     def _count(self, received: page.Page) -> None:
-        """Raises InvalidKvPage for what cannot be a page elsewhere, before its ranges are used."""
+        """Raises InvalidKvPage for what cannot be a page elsewhere, before its numbers are used."""
         header, num_bytes = received.header, len(received.payload)
         if bool(num_bytes) + bool(header.blocks) + bool(header.data_bytes) > 1:
             raise InvalidKvPage("a page that is said to be in several places")
@@ -213,6 +208,9 @@ class KvReceiver:
             num_bytes = page.num_bytes(self._identity, where)
             self._num_shared += 1
         elif header.data_bytes:
+            if self._data is None:
+                raise InvalidKvPage("a page on a data connection, of which there is none")
+            self._data.name(header)
             num_bytes = header.data_bytes
             self._num_data += 1
         self._num_pages += 1

@@ -25,11 +25,16 @@ class DataConnection:
     @classmethod
     async def open(cls, host: str, port: int, transfer_id: str, pings: Pings) -> Self:
         """Raises DataConnectionLost."""
+        end: socket.socket | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
                 end = await _connect(host, port)
                 await data_socket.send(end, [memoryview(transfer_id.encode())])
-        except (OSError, TimeoutError) as error:
+        except BaseException as error:
+            if end is not None:
+                end.close()
+            if not isinstance(error, (OSError, TimeoutError)):
+                raise
             raise DataConnectionLost(f"no data connection to {host}:{port}: {error!r}") from error
         # A worker that is silent itself is found out by its pings before that, and that ends the call.
         return cls(end, pings.every_s + pings.timeout_s)

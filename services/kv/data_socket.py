@@ -6,6 +6,7 @@ Must not know what the bytes are.
 import asyncio
 import socket
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 _BUFFER_BYTES = 4 * 1024 * 1024  # measured on loopback: twice as fast as 200 kB, a quarter faster than 1 MB
@@ -66,6 +67,7 @@ def _wake(writable: "asyncio.Future[None]") -> None:
         writable.set_result(None)
 
 
+@cache
 def _allowed_bytes(name: str) -> int:
     try:
         return int(Path("/proc/sys/net/core", name).read_text())

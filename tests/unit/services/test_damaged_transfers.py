@@ -1,76 +1,21 @@
-"""Damage to the messages of a transfer: a typed error, or the KV cache that was sent, never another.
-
-The simulated engine's keys and values follow from token, position and layer, and it compares them at the
-join, so a cache that is wrong anywhere does not go unnoticed.
-"""
+"""Damage to the messages of a transfer: a typed error, or the KV cache that was sent, never another."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from baton.v1 import prefill_pb2
-from services.decode import kv_receiver
-from services.decode.kv_receiver import KvReceiver
-from services.engine.config import EngineConfig
-from services.engine.errors import InvalidKvPage
-from services.engine.request import SampledToken, SubmitMode
-from services.engine.sim import SimEngine
-from services.engine.sim_model import write_sim_model
+from services.engine.request import SubmitMode
 from services.kv.background import Background
-from services.kv.mapped_pool import map_pool
-from services.kv.resources import KvResources
-from services.kv.service import PrefillCall, PrefillClient
 from services.prefill import kv_sender
-from services.prefill.kv_sender import KvSender
-from services.rpc.channel import create_channel
-from services.wire import info_to_proto
 from tests.unit.engine.tiny_models import make_request
 from tests.unit.services.kv.test_page import encode_page
+from tests.unit.services.recorded_transfer import PROMPT, TRANSFER, Messages, Pair
 
-PROMPT = [number * 7 % 200 + 5 for number in range(150)]
-MAX_PAGE_BYTES = 4096  # 32 tokens of both layers
-TRANSFER = "0" * 32
-Messages = list[bytes]
 Damage = Callable[[Messages, random.Random], Messages]
-
-
-class _Call:
-    """Messages that have been recorded, as a call in progress."""
-
-    def __init__(self, messages: Messages, *, ends: bool) -> None:
-        self._messages = messages
-        self._ends = ends
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._iterate()
-
-    async def _iterate(self) -> AsyncIterator[bytes]:
-        for message in self._messages:
-            yield message
-        if not self._ends:
-            await asyncio.Event().wait()
-
-    def cancel(self) -> bool:
-        return True
-
-
-class _Client(PrefillClient):
-    def __init__(self, messages: Messages, *, ends: bool) -> None:
-        super().__init__(create_channel("127.0.0.1:1"), "127.0.0.1:1")
-        self._messages = messages
-        self._ends = ends
-        self.released: list[str] = []
-
-    def prefill(self, request: prefill_pb2.PrefillRequest, timeout: float | None) -> PrefillCall:
-        return _Call(self._messages, ends=self._ends)
-
-    async def release(self, transfer_id: str) -> None:
-        self.released.append(transfer_id)
 
 
 def drop(messages: Messages, rng: random.Random) -> Messages:
@@ -117,83 +62,6 @@ def swap_tails(messages: Messages, rng: random.Random) -> Messages:
 
 def cut_off(messages: Messages, rng: random.Random) -> Messages:
     return messages[: rng.randrange(len(messages))]
-
-
-@dataclass(slots=True)
-class Pair:
-    """Two engines, and what one sends the other of a prompt."""
-
-    source: SimEngine
-    target: SimEngine
-    resources: KvResources = field(default_factory=KvResources)
-
-    async def record(self, *, is_shared: bool) -> tuple[Messages, Callable[[], None]]:
-        """The honest messages, and what ends the transfer at the source."""
-        sequence = self.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
-        sender = KvSender(
-            sequence,
-            self.source.info.identity,
-            TRANSFER,
-            MAX_PAGE_BYTES,
-            self.resources,
-            is_shared=is_shared,
-            shared_page_bytes=MAX_PAGE_BYTES,
-        )
-        messages = [
-            message if isinstance(message, bytes) else message.SerializeToString()
-            async for message in sender.messages()
-        ]
-        return messages, sequence.release
-
-    async def receive(self, messages: Messages, *, is_shared: bool, ends: bool = True) -> bool:
-        """Whether the transfer was taken for whole; joins then, which looks at every number."""
-        self.resources.traffic.received = 0
-        sequence = self.target.submit(make_request(PROMPT, 4), SubmitMode.HANDOFF)
-        try:
-            await sequence.reserved()
-            client = _Client(messages, ends=ends)
-            if is_shared:
-                info = info_to_proto(self.source.info, 1, "source", runs_prompts=True)
-                client.shortcuts.pool = map_pool(info, self.source.info.identity)
-                assert client.shortcuts.pool is not None
-            receiver = KvReceiver(
-                sequence,
-                self.target.info.identity,
-                self.resources,
-                lambda message: sequence.accept_first_token(SampledToken(message.token.token_id)),
-            )
-            request = prefill_pb2.PrefillRequest(max_page_bytes=MAX_PAGE_BYTES)
-            try:
-                await receiver.pull(client, request, None)
-            except InvalidKvPage:
-                return False
-            assert client.released == ([TRANSFER] if is_shared else [])
-            sequence.join()
-            return True
-        finally:
-            sequence.release()
-            received = self.resources.traffic.received
-            assert 0 <= received <= 2 * len(PROMPT) * 128, "a load report could not say that"
-
-
-@pytest.fixture(autouse=True)
-def one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been recorded of one is received as another."""
-    monkeypatch.setattr(kv_receiver.secrets, "token_hex", lambda _: TRANSFER)
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    write_sim_model(tmp_path)
-    config = {"model": tmp_path, "model_name": "sim", "sim_token_ms": 0, "sim_jitter_ms": 0}
-    source = SimEngine(EngineConfig(**config, share_kv=True, block_size=16))  # type: ignore[arg-type]
-    target = SimEngine(EngineConfig(**config, prefix_cache=False, block_size=8))  # type: ignore[arg-type]
-    await source.start()
-    await target.start()
-    yield Pair(source, target)
-    for engine in (source, target):
-        assert engine.load().blocks_used == 0
-        await engine.close()
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["inline", "shared"])
