@@ -188,6 +188,60 @@ def transfer(
         raise CommandError(f"no figures: {error}") from error
 
 
+@app.command()
+def threshold(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face model folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured, by turns.")] = 5,
+    lengths: Annotated[
+        str | None, typer.Option(help="Prompt lengths, in tokens.", show_default="2,4,8,...,512")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, max=24, help="Steady streams.")] = 4,
+    stall_bound: Annotated[
+        float, typer.Option(min=1, help="Longest gap that running streams may get, in idle p99s of theirs.")
+    ] = 2.0,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads of each worker.")] = 1,
+    precision: Annotated[Precision, typer.Option(help="Of the workers.")] = Precision.FP32,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A self-check of under a minute; its figures mean nothing.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for threshold.json (every prompt) and threshold.png.")
+    ] = None,
+) -> None:
+    """Up to which length decode should compute prompts itself: BATON_LOCAL_PREFILL_MAX_TOKENS, measured.
+
+    Takes about two minutes a round.
+    """
+    from bench.errors import BenchFailed
+    from bench.threshold.run import run
+    from bench.threshold.settings import LENGTHS, Settings
+    from cli.model import ensure_default_model
+
+    _check_model(model)
+    if quick and lengths:
+        raise CommandError("--quick has lengths of its own: leave out --lengths")
+    _check_output(output)
+    try:
+        settings = Settings(
+            model=model.resolve() if model else ensure_default_model(),
+            rounds=rounds,
+            lengths=_numbers("--lengths", lengths) if lengths else LENGTHS,
+            streams=streams,
+            stall_bound=stall_bound,
+            threads=threads,
+            precision=precision,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    try:
+        run(settings.quick() if quick else settings, output)
+    except BenchFailed as error:
+        raise CommandError(f"no figures: {error}") from error
+
+
 def _check_model(model: Path | None) -> None:
     if model is not None and not (model / "config.json").is_file():
         raise CommandError(f"--model: {model} is not a model folder (no config.json)")

@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from grpc import aio
 
@@ -9,6 +11,9 @@ from bench.engine.workload import Prompt
 from bench.errors import BenchFailed
 from bench.interference.rounds import Gap
 from bench.interference.target import Target
+
+MOST_STALL_S = 120.0
+_WARM_TOKENS = 8  # of each stream, before anything is measured
 
 
 class SteadyStream:
@@ -69,3 +74,24 @@ class SteadyStream:
             ) from error
         finally:
             call.cancel()
+
+
+@asynccontextmanager
+async def steady_streams(
+    group: asyncio.TaskGroup, target: Target, prompts: Sequence[Prompt], num_tokens: int
+) -> AsyncIterator[list[SteadyStream]]:
+    """One stream for each prompt, all of them under way; a failure of one ends the group.
+
+    Raises BenchFailed if a token takes too long.
+    """
+    streams = [SteadyStream(n, target, prompt, num_tokens) for n, prompt in enumerate(prompts)]
+    tasks = [group.create_task(stream.run()) for stream in streams]
+    try:
+        async with asyncio.timeout(MOST_STALL_S):
+            await asyncio.gather(*(stream.reached(_WARM_TOKENS) for stream in streams))
+        yield streams
+    except TimeoutError as error:
+        raise BenchFailed(f"{target.arrangement.name}: no token within {MOST_STALL_S:.0f} s") from error
+    finally:
+        for task in tasks:
+            task.cancel()

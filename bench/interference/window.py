@@ -6,21 +6,19 @@ makes a slower step, and would otherwise count for or against the load.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from bench.engine.workload import make_prompts
 from bench.errors import BenchFailed
 from bench.interference.rounds import Gap, PromptTimes, Window
 from bench.interference.settings import Settings
-from bench.interference.steady import SteadyStream
+from bench.interference.steady import MOST_STALL_S, SteadyStream, steady_streams
 from bench.interference.target import Target
 from bench.interference.thread_times import between, snapshot
 from bench.loop_lag import summarize, watched_loop
 
-_WARM_TOKENS = 8  # of each stream, before the window begins
-_MOST_STALL_S = 120.0
 _LAG_EVERY_S = 0.02  # wakes the generator no more often than the tokens do
 
 
@@ -46,23 +44,12 @@ class WindowRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    @asynccontextmanager
-    async def _streams(
+    def _streams(
         self, group: asyncio.TaskGroup, target: Target, turn: int
-    ) -> AsyncIterator[list[SteadyStream]]:
+    ) -> AbstractAsyncContextManager[list[SteadyStream]]:
         s = self._settings
         prompts = make_prompts(s.streams, s.steady_prompt_tokens, self._vocab_size, f"steady {turn}")
-        streams = [SteadyStream(n, target, prompt, s.steady_tokens) for n, prompt in enumerate(prompts)]
-        tasks = [group.create_task(stream.run()) for stream in streams]
-        try:
-            async with asyncio.timeout(_MOST_STALL_S):
-                await asyncio.gather(*(stream.reached(_WARM_TOKENS) for stream in streams))
-            yield streams
-        except TimeoutError as error:
-            raise BenchFailed(f"{target.arrangement.name}: no token within {_MOST_STALL_S:.0f} s") from error
-        finally:
-            for task in tasks:
-                task.cancel()
+        return steady_streams(group, target, prompts, s.steady_tokens)
 
     async def _watch(
         self, group: asyncio.TaskGroup, target: Target, streams: Sequence[SteadyStream], seed: str | None
@@ -74,7 +61,7 @@ class WindowRunner:
             ended = time.perf_counter()
             cpu = time.process_time() - cpu
             threads_after = snapshot(target.decode_pid)
-            async with asyncio.timeout(_MOST_STALL_S):
+            async with asyncio.timeout(MOST_STALL_S):
                 await asyncio.gather(*(stream.passed(ended) for stream in streams))
         prompts = [await task for task in asked]
         return Window(
