@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import grpc
+from grpc import aio
+
+from bench.errors import BenchFailed
 from cli import interrupts, stack
 from cli.errors import StartFailed
 from cli.plan import Plan
@@ -17,6 +21,7 @@ from cli.run_folder import Entry, RunFolder
 _READY_WITHIN_S = 300.0
 _DRAIN_S = 8.0
 _LOOK_EVERY_S = 0.5
+_DYING_S = 0.5  # a process that dies loses its connections before it is gone
 
 T = TypeVar("T")
 
@@ -41,19 +46,40 @@ def running(
                 stop([entry.record for entry in run.entries()], _DRAIN_S)
 
 
-async def watched(entries: list[Entry], measuring: Coroutine[Any, Any, T]) -> T:
-    """What the measurement gives, as long as every process lives. Raises StartFailed otherwise."""
+async def watched(entries: Sequence[Entry], measuring: Coroutine[Any, Any, T]) -> T:
+    """What the measurement gives, as long as every process lives.
+
+    Raises StartFailed when one died, whatever the measurement made of that; BenchFailed for a call that
+    failed although all of them live.
+    """
     task = asyncio.create_task(measuring)
     try:
         while not task.done():
             await asyncio.wait((task,), timeout=_LOOK_EVERY_S)
-            for entry in entries:
-                if not entry.record.is_alive():
-                    raise StartFailed(f"{entry.name} died while it was measured", stack.log_tail(entry))
+            _check_alive(entries)
         return await task
+    except (grpc.RpcError, BenchFailed) as error:
+        await asyncio.sleep(_DYING_S)
+        _check_alive(entries)
+        if isinstance(error, BenchFailed):
+            raise
+        raise BenchFailed(f"a call failed: {_reason(error)}") from error
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _check_alive(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if not entry.record.is_alive():
+            raise StartFailed(f"{entry.name} died while it was measured", stack.log_tail(entry))
+
+
+def _reason(error: grpc.RpcError) -> str:
+    """gRPC's two clients have a class each for it; the base of both does not know what failed."""
+    if isinstance(error, grpc.Call | aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)
 
 
 @contextlib.contextmanager

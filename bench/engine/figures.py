@@ -118,7 +118,10 @@ class Figures:
         return Agreement(ours, label, sum(a == b for a, b in pairs), len(pairs))
 
     def result(self) -> dict[str, float | None]:
-        """The figures of the last line: medians, to four digits; None where there is none."""
+        """The figures of the last line: medians, to four digits; None where there is none.
+
+        `quick` where nothing was measured.
+        """
         context = self.settings.contexts[0]
         spreads: dict[str, Spread | None] = {
             "tokens_per_s_ratio_b16": self.ratio(FAST, decode_tokens_per_s),
@@ -130,7 +133,8 @@ class Figures:
             "exact_overhead_b16": self.overhead_b16(EXACT),
             "loop_lag_p99_ms": self.lag_p99_s().scaled(1000),
         }
-        return {
+        found: dict[str, float | None] = {"quick": True} if self.settings.is_quick else {}
+        return found | {
             name: None if value is None else float(f"{value.median:.4g}") for name, value in spreads.items()
         }
 

@@ -37,6 +37,7 @@ class Settings:
     prefills: tuple[int, ...] = (256, 1024)
     bandwidth_bytes: int = 768 * 2**20
     kv_memory_bytes: int = 4 * 2**30
+    is_quick: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.threads, self.rounds, *self.batches, *self.contexts, *self.prefills)
@@ -56,6 +57,7 @@ class Settings:
             peer_tokens=64,
             prefills=(32, 64),
             bandwidth_bytes=64 * 2**20,
+            is_quick=True,
         )
 
     @property

@@ -1,4 +1,6 @@
-"""The RESULT line: medians over rounds, to four digits; null where there is nothing to tell."""
+"""The RESULT line: medians over rounds, to four digits; null where there is nothing to tell. `quick` where
+nothing was measured.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -36,7 +38,8 @@ def result(figures: Figures) -> dict[str, Value]:
         for what in ("p99", "max")
         for name in figures.names
     }
-    found: dict[str, Value] = {name: _median(ratio) for name, ratio in ratios.items()}
+    found: dict[str, Value] = {"quick": True} if figures.settings.is_quick else {}
+    found |= {name: _median(ratio) for name, ratio in ratios.items()}
     found["split_short_prompt_ttft_ratio"] = _median(figures.short_first_ratio(SPLIT.name, COLOCATED.name))
     found |= {f"{name}_range": [_short(ratio.low), _short(ratio.high)] for name, ratio in ratios.items()}
     for name in figures.names:

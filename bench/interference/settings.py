@@ -45,6 +45,7 @@ class Settings:
     short_prompts: int = 8
     short_prompt_tokens: int = 64
     needs_gaps: bool = True
+    is_quick: bool = False
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.streams, self.prompt_tokens, self.short_prompts) < 1:
@@ -67,6 +68,7 @@ class Settings:
             reply_tokens=4,
             short_prompts=1,
             needs_gaps=False,
+            is_quick=True,
         )
 
     @property

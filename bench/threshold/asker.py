@@ -37,7 +37,8 @@ class Asker:
 
     async def max_model_len(self) -> int:
         """Most tokens of prompt and reply together."""
-        return (await self._stub.GetInfo(common_pb2.GetInfoRequest(), timeout=_DEADLINE_S)).max_model_len
+        info = await self._stub.GetInfo(common_pb2.GetInfoRequest(), timeout=_DEADLINE_S)
+        return info.max_model_len
 
     async def ask(self, way: Way, prompt: Prompt, num_tokens: int) -> Times | None:
         """One prompt, to the end of its reply. The same prompt finds nothing of itself in any prefix cache.

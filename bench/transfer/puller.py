@@ -12,6 +12,7 @@ from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from bench.errors import BenchFailed
 from services.decode.kv_receiver import KvReceiver, Transfer
 from services.engine.config import EngineConfig
+from services.engine.errors import InvalidKvPage
 from services.engine.request import EngineRequest, ModelIdentity, SampledToken, SamplingParams, SubmitMode
 from services.engine.sim import SimEngine
 from services.engine.sim_model import write_sim_model
@@ -90,6 +91,8 @@ class Puller:
             began = time.perf_counter()
             transfer = await receiver.pull(self._client, asked, _DEADLINE_S)
             seconds = time.perf_counter() - began
+        except InvalidKvPage as error:
+            raise BenchFailed(f"a page did not arrive as it should: {error}") from error
         finally:
             sequence.release()
         if not self._has_gone_as_told(transfer):

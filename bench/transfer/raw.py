@@ -18,12 +18,18 @@ from services.rpc.channel import channel_options, server_options
 
 _METHOD = "/bench.Raw/Stream"
 _READY = "ready"
+_CONNECT_S = 10.0
+_GONE = "the server of the bare stream does not answer any more"
 
 
 async def time_asyncio(address: str, num_messages: int, num_bytes: int) -> float:
     """Seconds until all messages have been received by an asyncio client."""
     async with aio.insecure_channel(address, options=channel_options()) as channel:
-        await channel.channel_ready()
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await channel.channel_ready()
+        except TimeoutError as error:
+            raise BenchFailed(_GONE) from error
         stream: aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(_METHOD)
         began = time.perf_counter()
         received = 0
@@ -37,7 +43,10 @@ async def time_asyncio(address: str, num_messages: int, num_bytes: int) -> float
 def time_threaded(address: str, num_messages: int, num_bytes: int) -> float:
     """The same by gRPC's other client."""
     with grpc.insecure_channel(address, options=channel_options()) as channel:
-        grpc.channel_ready_future(channel).result(timeout=10)
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_CONNECT_S)
+        except grpc.FutureTimeoutError as error:
+            raise BenchFailed(_GONE) from error
         stream: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(_METHOD)
         began = time.perf_counter()
         received = sum(len(message) for message in stream(_request(num_messages, num_bytes)))

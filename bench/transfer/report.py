@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from bench.statistics import Spread, spread
 from bench.topic import Topic, make_topic
 from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, TCP, WAYS, Bulk, Overlap
+from bench.transfer.settings import Settings
 
 _TITLES = {
     RAW_ASYNCIO: "bare gRPC stream, asyncio client",
@@ -28,10 +29,11 @@ def fraction_of_raw(bulk: Bulk, way: str) -> Spread:
     return spread(ours / raw for ours, raw in zip(bulk.rates[way], fastest, strict=True))
 
 
-def result_line(bulk: Bulk, overlaps: Mapping[int, Overlap]) -> str:
-    """The last line of stdout."""
+def result_line(settings: Settings, bulk: Bulk, overlaps: Mapping[int, Overlap]) -> str:
+    """The last line of stdout; `quick` where nothing was measured."""
     fraction, tcp = fraction_of_raw(bulk, GRPC), fraction_of_raw(bulk, TCP)
-    found: dict[str, object] = {
+    found: dict[str, object] = {"quick": True} if settings.is_quick else {}
+    found |= {
         "grpc_fraction_of_raw": _short(fraction.median),
         "grpc_fraction_of_raw_range": [_short(fraction.low), _short(fraction.high)],
         "tcp_fraction_of_raw": _short(tcp.median),

@@ -36,7 +36,7 @@ def run(settings: Settings, output: Path | None) -> None:
         TemporaryDirectory(prefix="baton-bench-") as folder,
         running(_plan(settings.model, "hf", real_address, settings), os.environ, _progress) as real,
     ):
-        identity = asyncio.run(identity_of(real_address))
+        identity = asyncio.run(watched(real, identity_of(real_address)))
         write_model(Path(folder), identity)
         plan = _plan(Path(folder), "sim", simulated_address, settings)
         with running(plan, os.environ, _progress) as simulated, raw.serving(raw_address):
@@ -51,7 +51,7 @@ def run(settings: Settings, output: Path | None) -> None:
     for topic in topics(bulk, overlaps):
         console.print()
         console.print(topic)
-    line = result_line(bulk, overlaps)
+    line = result_line(settings, bulk, overlaps)
     if output is not None:
         _write(output, settings, bulk, overlaps, line)
     print(line, flush=True)

@@ -28,6 +28,7 @@ class Settings:
     prompts: tuple[int, ...] = (256, 1024, 4096, 8000)
     overlap_rounds: int = 3
     precision: Precision = Precision.FP32
+    is_quick: bool = False
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.overlap_rounds, self.num_bytes, self.page_bytes) < 1:
@@ -37,4 +38,6 @@ class Settings:
 
     def quick(self) -> "Settings":
         """A self-check: everything runs, nothing is measured."""
-        return replace(self, rounds=2, num_bytes=8 * 1024 * 1024, prompts=(32, 64), overlap_rounds=1)
+        return replace(
+            self, rounds=2, num_bytes=8 * 1024 * 1024, prompts=(32, 64), overlap_rounds=1, is_quick=True
+        )

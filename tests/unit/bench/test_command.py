@@ -43,6 +43,7 @@ def test_a_quick_run_on_a_tiny_model(tmp_path: Path, extra: list[str]) -> None:
     result = json.loads(last.removeprefix("RESULT "))
     document = json.loads((tmp_path / "run.json").read_text())
     assert document["result"] == result
+    assert result["quick"] is True
     assert (result["step_time_ratio_b1"] is None) is bool(extra)
     assert all(value is None or value >= 0 for value in result.values())
     assert len(document["rounds"]) == 2

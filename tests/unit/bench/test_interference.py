@@ -79,6 +79,7 @@ def test_a_ratio_is_taken_where_both_sides_met_the_same_machine() -> None:
     assert found["colocated_loaded_stalls"] == 20
     assert found["split_long_prompt_ttft_ms"] == pytest.approx(6000)
     assert found["enough_gaps"]
+    assert "quick" not in found
 
 
 def test_too_few_gaps_are_said_to_be_too_few() -> None:

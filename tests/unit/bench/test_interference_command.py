@@ -39,6 +39,7 @@ def test_a_quick_run_on_a_tiny_model(tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
     document = json.loads((tmp_path / "run" / "interference.json").read_text())
     assert document["result"] == result
+    assert result["quick"] is True
     for name in ("split", "colocated", "colocated_chunked", "split_floor"):
         assert result[f"{name}_p99_itl_ratio"] > 0
         (turn,) = (each["turns"][name] for each in document["rounds"])

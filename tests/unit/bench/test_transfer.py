@@ -9,6 +9,7 @@ import pytest
 
 from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, TCP, Bulk, Overlap
 from bench.transfer.report import fraction_of_raw, result_line
+from bench.transfer.settings import Settings
 from cli import bench
 from cli.errors import CommandError
 from tests.unit.engine.tiny_models import save_model
@@ -26,7 +27,9 @@ def test_fractions_are_of_the_faster_bare_stream_of_the_same_round() -> None:
     fraction = fraction_of_raw(bulk, GRPC)
     assert (fraction.median, fraction.low, fraction.high) == (0.5, 0.25, 1.0)
     overlap = Overlap(100, left_s=[0.1, 0.3, 0.1], whole_s=[1.0, 1.0, 0.5], prefill_s=[9.0, 9.0, 9.0])
-    result = json.loads(result_line(bulk, {1024: overlap}).removeprefix("RESULT "))
+    settings = Settings(model=Path("tiny"))
+    result = json.loads(result_line(settings, bulk, {1024: overlap}).removeprefix("RESULT "))
+    assert "quick" not in result
     assert result["grpc_fraction_of_raw"] == 0.5
     assert result["tcp_fraction_of_raw"] == 1.0
     assert result["shm_gb_s"] == 4.0
@@ -60,6 +63,7 @@ def test_a_quick_run_on_a_tiny_model(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["quick"] is True
     document = json.loads((tmp_path / "run" / "transfer.json").read_text())
     assert document["result"] == result
     for name in ("grpc_fraction_of_raw", "shm_gb_s", "critical_path_share_32", "critical_path_share_64"):
