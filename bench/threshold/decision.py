@@ -109,10 +109,14 @@ class Decision:
         return tuple(verdict.num_tokens for verdict in rest if verdict.qualifies)
 
     @property
-    def is_within_noise(self) -> bool:
-        """Whether any verdict that it rests on is."""
+    def uncertain(self) -> tuple[int, ...]:
+        """Lengths that it rests on and whose verdicts are within noise."""
         rests_on = self.taken if self.stopped_by is None else (*self.taken, self.stopped_by)
-        return any(verdict.is_within_noise for verdict in rests_on)
+        return tuple(verdict.num_tokens for verdict in rests_on if verdict.is_within_noise)
+
+    @property
+    def is_within_noise(self) -> bool:
+        return bool(self.uncertain)
 
 
 def decide(figures: Sequence[LengthFigures], stall_bound: float) -> Decision:

@@ -95,7 +95,11 @@ def sentences(figures: Figures) -> Iterator[str]:
         listed = ", ".join(f"{length:,}" for length in decision.slower_beside)
         yield f"Beside the streams, local's second token came later in every round at {listed} tokens."
     if decision.is_within_noise:
-        yield "WITHIN NOISE: rounds disagree on a length that decides. More --rounds, or a quieter machine."
+        listed = ", ".join(f"{length:,}" for length in decision.uncertain)
+        yield (
+            f"WITHIN NOISE: rounds disagree on {listed} tokens, on which it rests. More --rounds, or a quieter "
+            "machine."
+        )
     if s.rounds < _ENOUGH_ROUNDS:
         yield f"{s.rounds} of the {_ENOUGH_ROUNDS} rounds that it takes to see whether they agree."
     if figures.fewest_idle_gaps() < figures.needed_idle_gaps:

@@ -84,7 +84,9 @@ def test_nothing_qualifies_and_the_variable_stays_at_zero() -> None:
 
 def test_what_is_uncertain_is_said() -> None:
     noisy = Figures(SETTINGS, [make_round(1.0), make_round(1.0, stall_of_2=3.0), make_round(1.0)])
-    assert any(sentence.startswith("WITHIN NOISE") for sentence in sentences(noisy))
+    assert any(
+        sentence.startswith("WITHIN NOISE: rounds disagree on 2 tokens") for sentence in sentences(noisy)
+    )
     few = Figures(replace(SETTINGS, rounds=2), [make_round(1.0, num_gaps=999)] * 2)
     assert any(sentence.startswith("Few idle gaps") for sentence in sentences(few))
     assert any(sentence.startswith("2 of the 3 rounds") for sentence in sentences(few))
