@@ -97,8 +97,8 @@ def sentences(figures: Figures) -> Iterator[str]:
     if decision.is_within_noise:
         listed = ", ".join(f"{length:,}" for length in decision.uncertain)
         yield (
-            f"WITHIN NOISE: rounds disagree on {listed} tokens, on which it rests. More --rounds, or a quieter "
-            "machine."
+            f"WITHIN NOISE: rounds disagree on {listed} tokens, on which it rests. More --rounds, or a "
+            "quieter machine."
         )
     if s.rounds < _ENOUGH_ROUNDS:
         yield f"{s.rounds} of the {_ENOUGH_ROUNDS} rounds that it takes to see whether they agree."
