@@ -242,6 +242,56 @@ def threshold(
         raise CommandError(f"no figures: {error}") from error
 
 
+@app.command()
+def payload(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face model folder.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="How many, of different prose.", show_default="24")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of each prompt.", show_default="400")
+    ] = None,
+    reply_tokens: Annotated[int | None, typer.Option(min=2, help="Of each reply.", show_default="64")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A self-check of half a minute; its figures mean nothing.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every comparison here.")] = None,
+) -> None:
+    """What replies lose when the KV cache is handed over in float16 or int8.
+
+    Takes about ten minutes.
+    """
+    import observability.logs
+    from bench.errors import BenchFailed
+    from bench.payload.run import run
+    from bench.payload.settings import Settings
+    from cli.model import ensure_default_model
+    from services.engine.errors import UnsupportedModel
+
+    _check_model(model)
+    if quick and (prompts or prompt_tokens or reply_tokens):
+        raise CommandError(
+            "--quick has sizes of its own: leave out --prompts, --prompt-tokens and --reply-tokens"
+        )
+    _check_files(json_file, None)
+    settings = Settings(
+        model=model.resolve() if model else ensure_default_model(),
+        prompts=prompts or 24,
+        prompt_tokens=prompt_tokens or 400,
+        reply_tokens=reply_tokens or 64,
+    )
+    observability.logs.configure("bench")
+    try:
+        run(settings.quick() if quick else settings, json_file)
+    except UnsupportedModel as error:
+        raise CommandError(f"{settings.model} cannot be served: {error}") from error
+    except BenchFailed as error:
+        raise CommandError(f"no figures: {error}") from error
+
+
 def _check_model(model: Path | None) -> None:
     if model is not None and not (model / "config.json").is_file():
         raise CommandError(f"--model: {model} is not a model folder (no config.json)")
