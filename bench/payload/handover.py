@@ -73,7 +73,7 @@ async def go_on(
             raise BenchFailed("the engine's prefix cache would stand in for the pages")
         sequence.accept_first_token(first_token)
         for page in pages:
-            payload = memoryview(page.kv.reshape(-1).view(torch.uint8).numpy())
+            payload = page.kv.reshape(-1).view(torch.uint8).numpy().data
             sequence.import_kv(0, page.kv.shape[0], page.token_start, page.token_end, payload)
         sequence.join()
         return await _read(sequence)

@@ -21,7 +21,10 @@ def texts() -> list[str]:
 
 
 def make_prompts(settings: Settings, tokenizer: Tokenizer) -> list[Prompt]:
-    """The same for the same settings and tokenizer. Raises BenchFailed if all texts are too short."""
+    """The same for the same settings and tokenizer.
+
+    Raises BenchFailed if the texts do not make so many different ones, or none so long.
+    """
     paragraphs = texts()
     source = random.Random(settings.seed)
     prompts = []
@@ -33,4 +36,6 @@ def make_prompts(settings: Settings, tokenizer: Tokenizer) -> list[Prompt]:
         if len(token_ids) < settings.prompt_tokens:
             raise BenchFailed(f"all texts together are {len(token_ids)} tokens; a prompt needs more")
         prompts.append(tuple(token_ids[: settings.prompt_tokens]))
+    if len(set(prompts)) < len(prompts):
+        raise BenchFailed("two prompts are the same: take longer ones, or fewer")
     return prompts

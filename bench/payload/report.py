@@ -17,9 +17,9 @@ def topic(settings: Settings, found: Found) -> Topic:
     made = make_topic(
         f"{settings.prompts} replies of {settings.reply_tokens} tokens to {settings.prompt_tokens} of prose",
         "Equal: greedy replies that are the same, token for token, as without a handover. Tokens: mean of "
-        "those before the first difference. KL: divergence of the next token's distribution from that without a "
-        "handover, in nats, at each position of that reply but the first; led along it, so that no position "
-        "suffers from an earlier choice. Narrow, widen: ms per page of at most "
+        "those before the first difference. KL: divergence of the next token's distribution from that "
+        "without a handover, in nats, at each position of that reply but the first; led along it, so that no "
+        "position suffers from an earlier choice. Narrow, widen: ms per page of at most "
         f"{settings.page_bytes / 2**20:g} MiB in the cache's dtype; median (smallest..largest).",
         "payload",
         "bytes/token",
