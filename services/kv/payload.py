@@ -129,7 +129,8 @@ def _narrow_int8(page: torch.Tensor, out: memoryview) -> None:
     is_zero = largest < _LEAST_ROW
     factors = (_MOST / largest).masked_fill_(is_zero, 0)
     # What stands beside a scale that is no number is never used, whatever a cast makes of NaN.
-    elements.copy_(torch.mul(exact, factors.unsqueeze(-1)).round_())
+    scaled = torch.mul(exact, factors.unsqueeze(-1), out=None if exact is page else exact)
+    elements.copy_(scaled.round_())
     scales.copy_(largest.div_(_MOST).masked_fill_(is_zero, 0))
 
 
