@@ -9,6 +9,7 @@ from bench.errors import BenchFailed
 from services.engine.interface import Engine
 from services.engine.interface import Sequence as EngineSequence
 from services.engine.kv_cache import KvLayout
+from services.engine.page_range import PageRange
 from services.engine.request import (
     EngineRequest,
     FirstTokenSampled,
@@ -21,14 +22,13 @@ from services.engine.request import (
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All layers of some positions.
+    """One page, copied out.
 
     Attributes:
         kv: (layers, 2, tokens, kv_heads, head_size)
     """
 
-    token_start: int
-    token_end: int
+    where: PageRange
     kv: torch.Tensor
 
 
@@ -74,7 +74,7 @@ async def go_on(
         sequence.accept_first_token(first_token)
         for page in pages:
             payload = page.kv.reshape(-1).view(torch.uint8).numpy().data
-            sequence.import_kv(0, page.kv.shape[0], page.token_start, page.token_end, payload)
+            sequence.kv.import_page(page.where, payload)
         sequence.join()
         return await _read(sequence)
     finally:
@@ -83,8 +83,8 @@ async def go_on(
 
 def _export(sequence: EngineSequence, num_layers: int, num_tokens: int, page_tokens: int) -> Iterator[Page]:
     for start in range(0, num_tokens, page_tokens):
-        end = min(start + page_tokens, num_tokens)
-        yield Page(start, end, sequence.export_kv(0, num_layers, start, end))
+        where = PageRange(0, num_layers, start, min(start + page_tokens, num_tokens))
+        yield Page(where, sequence.kv.export_page(where))
 
 
 async def _read(sequence: EngineSequence) -> list[int]:

@@ -121,7 +121,7 @@ def _carry(prefilled: Prefilled, form: PayloadFormat, measured: Measured) -> lis
         if kv.numel() == whole:
             measured.narrow_s.append(narrowed - began)
             measured.widen_s.append(ended - narrowed)
-        carried.append(Page(page.token_start, page.token_end, widened))
+        carried.append(Page(page.where, widened))
     return carried
 
 

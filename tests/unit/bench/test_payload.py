@@ -92,17 +92,12 @@ async def test_what_is_read_off_a_led_reply_is_what_a_free_one_does(tmp_path: Pa
         reply = await run_here(engine, request)
         expected = watch.logits[1:]
         prefilled = await prefill(engine, engine.cache.layout, request, page_tokens=10)
-        assert [(page.token_start, page.token_end) for page in prefilled.pages] == [
-            (0, 10),
-            (10, 20),
-            (20, 30),
-            (30, 37),
-        ]
+        ranges = [(page.where.token_start, page.where.token_end) for page in prefilled.pages]
+        assert ranges == [(0, 10), (10, 20), (20, 30), (30, 37)]
         seen = set()
         for noise in (0.0, 0.01, 0.1, 0.3, 1.0):
             pages = [
-                Page(page.token_start, page.token_end, page.kv + noise * torch.randn_like(page.kv))
-                for page in prefilled.pages
+                Page(page.where, page.kv + noise * torch.randn_like(page.kv)) for page in prefilled.pages
             ]
             watch.begin(reply)
             assert await go_on(engine, request, prefilled.first_token, pages) == reply
