@@ -8,6 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from services.engine.device import Device
 from services.engine.precision import Precision
 from services.environment import Address, ProcessSettings
+from services.kv.payload import PayloadFormat
 
 
 class LocalPrefill(StrEnum):
@@ -55,6 +56,7 @@ class WorkerSettings(ProcessSettings):
     threads: int = Field(1, ge=1)  # per process: two stall each other on shared cores
     max_page_bytes: int = Field(2 * 1024 * 1024, ge=1024, le=4 * 1024 * 1024)
     kv_transport: KvTransport = KvTransport.AUTO
+    kv_payload: PayloadFormat = PayloadFormat.EXACT  # decode: of pages in messages and on data connections
     kv_port: int = Field(0, ge=0, le=65535)  # prefill: of data connections; 0 takes a free one
     drain_s: float = Field(25.0, ge=0)
     sim_prefill_ms_per_token: float = Field(0.0, ge=0)

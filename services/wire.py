@@ -14,10 +14,16 @@ from services.engine.request import (
     SampledToken,
     SamplingParams,
 )
+from services.kv.payload import PayloadFormat
 
 _FINISH_REASONS = {
     FinishReason.STOP: decode_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: decode_pb2.FINISH_REASON_LENGTH,
+}
+_PAYLOAD_FORMATS = {
+    PayloadFormat.EXACT: prefill_pb2.PAYLOAD_FORMAT_EXACT,
+    PayloadFormat.FLOAT16: prefill_pb2.PAYLOAD_FORMAT_FLOAT16,
+    PayloadFormat.INT8: prefill_pb2.PAYLOAD_FORMAT_INT8,
 }
 
 
@@ -120,6 +126,18 @@ def info_to_proto(
         if offer is None
         else common_pb2.SharedPool(id=offer.pool_id, pid=offer.pid, fd=offer.fd, num_bytes=offer.num_bytes),
     )
+
+
+def payload_format_to_proto(form: PayloadFormat) -> "prefill_pb2.PayloadFormat.ValueType":
+    return _PAYLOAD_FORMATS[form]
+
+
+def payload_format_from_proto(number: int) -> PayloadFormat:
+    """Raises ValueError for none and for one of a later version."""
+    for form, known in _PAYLOAD_FORMATS.items():
+        if known == number:
+            return form
+    raise ValueError(f"{number} is no payload format")
 
 
 def finish_reason_to_proto(reason: FinishReason) -> "decode_pb2.FinishReason.ValueType":

@@ -76,6 +76,7 @@ class Puller:
         try:
             await sequence.reserved()
             receiver = KvReceiver(
+                self._client,
                 sequence,
                 self._identity,
                 self._resources,
@@ -89,7 +90,7 @@ class Puller:
                 cache_salt=salt,
             )
             began = time.perf_counter()
-            transfer = await receiver.pull(self._client, asked, _DEADLINE_S)
+            transfer = await receiver.pull(asked, _DEADLINE_S)
             seconds = time.perf_counter() - began
         except InvalidKvPage as error:
             raise BenchFailed(f"a page did not arrive as it should: {error}") from error
@@ -97,17 +98,18 @@ class Puller:
             sequence.release()
         if not self._has_gone_as_told(transfer):
             raise BenchFailed(f"pages did not go the way that was to be measured: {transfer}")
-        return Pull(seconds, transfer.after_first_token_s, transfer.num_bytes, transfer.num_pages)
+        return Pull(seconds, transfer.after_first_token_s, transfer.pages.num_bytes, transfer.pages.num_pages)
 
     def _has_gone_as_told(self, transfer: Transfer) -> bool:
-        others = transfer.num_pages - transfer.num_shared_pages - transfer.num_data_pages
+        pages = transfer.pages
+        others = pages.num_pages - pages.num_shared_pages - pages.num_data_pages
         match self._transport:
             case KvTransport.AUTO:
-                return transfer.num_shared_pages == transfer.num_pages
+                return pages.num_shared_pages == pages.num_pages
             case KvTransport.TCP:  # the first ones do not wait for the connection
-                return transfer.num_data_pages > 0 and others <= _MOST_BEFORE_CONNECTION
+                return pages.num_data_pages > 0 and others <= _MOST_BEFORE_CONNECTION
             case KvTransport.GRPC:
-                return others == transfer.num_pages
+                return others == pages.num_pages
 
     async def use(self, transport: KvTransport) -> None:
         """Pages come this way from now on. Raises BenchFailed if they cannot."""

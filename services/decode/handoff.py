@@ -134,26 +134,29 @@ class Handoff:
     async def _pull_from(self, target: str) -> None:
         self._report.attempts += 1
         began = time.monotonic()
+        settings, identity = self._worker.settings, self._worker.engine.info.identity
+        client = self._client_for(target)
+        if settings.kv_transport is not KvTransport.GRPC:
+            client.shortcuts.learn(identity, settings.kv_transport)
         receiver = KvReceiver(
+            client,
             self._sequence,
-            self._worker.engine.info.identity,
+            identity,
             self._worker.kv,
             lambda message: self._take_first_token(target, began, message),
+            settings.kv_payload,
             self._worker.pings,
         )
-        client = self._client_for(target)
-        if (transport := self._worker.settings.kv_transport) is not KvTransport.GRPC:
-            client.shortcuts.learn(self._worker.engine.info.identity, transport)
         outcome = "error"
         try:
             with self._tracer.start_as_current_span("kv_transfer") as span:
-                transfer = await receiver.pull(client, self._prefill_request(), self._time_remaining())
+                transfer = await receiver.pull(self._prefill_request(), self._time_remaining())
                 span.set_attributes(
                     {
-                        semconv.BATON_KV_BYTES: transfer.num_bytes,
-                        semconv.BATON_KV_PAGES: transfer.num_pages,
-                        semconv.BATON_KV_SHARED_PAGES: transfer.num_shared_pages,
-                        semconv.BATON_KV_DATA_PAGES: transfer.num_data_pages,
+                        semconv.BATON_KV_BYTES: transfer.pages.num_bytes,
+                        semconv.BATON_KV_PAGES: transfer.pages.num_pages,
+                        semconv.BATON_KV_SHARED_PAGES: transfer.pages.num_shared_pages,
+                        semconv.BATON_KV_DATA_PAGES: transfer.pages.num_data_pages,
                     }
                 )
             outcome = "ok"
@@ -164,7 +167,7 @@ class Handoff:
         finally:
             self._worker.telemetry.metrics.prefill_attempt(outcome)
         self._report.transfer = transfer
-        self._worker.telemetry.metrics.kv_transfer(transfer.num_bytes, transfer.after_first_token_s)
+        self._worker.telemetry.metrics.kv_transfer(transfer.pages.num_bytes, transfer.after_first_token_s)
 
     def _take_first_token(self, target: str, began: float, message: prefill_pb2.FirstToken) -> None:
         if self._has_first_token:

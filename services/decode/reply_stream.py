@@ -73,10 +73,10 @@ class ReplyStream:
                     kv_transfer_ms=stages.kv_transfer,
                     join_ms=stages.join,
                     first_step_ms=stages.first_step,
-                    num_bytes=transfer.num_bytes,
-                    num_pages=transfer.num_pages,
-                    num_shared_pages=transfer.num_shared_pages,
-                    num_data_pages=transfer.num_data_pages,
+                    num_bytes=transfer.pages.num_bytes,
+                    num_pages=transfer.pages.num_pages,
+                    num_shared_pages=transfer.pages.num_shared_pages,
+                    num_data_pages=transfer.pages.num_data_pages,
                 )
             )
         return finished

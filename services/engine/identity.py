@@ -14,7 +14,7 @@ from services.engine.errors import IncompatibleModel, UnsupportedModel
 from services.engine.kv_cache import KvLayout
 from services.engine.request import ModelIdentity
 
-WIRE_VERSION = 3  # of the KvPage layout, and of which pages make a whole
+WIRE_VERSION = 4  # of the KvPage layout, and of which pages make a whole
 _CHUNK = 1 << 24
 # Where a model came from and who wrote the file say nothing about what it computes.
 _IRRELEVANT = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version"})

@@ -17,6 +17,9 @@ from services.engine.errors import InvalidKvPage
 from services.engine.kv_cache import DTYPES
 from services.engine.page_range import PageRange
 from services.engine.request import ModelIdentity
+from services.kv import payload
+from services.kv.payload import PayloadFormat
+from services.wire import payload_format_from_proto, payload_format_to_proto
 
 
 class Page(NamedTuple):
@@ -24,7 +27,7 @@ class Page(NamedTuple):
 
     Attributes:
         header: the message without its payload.
-        payload: C-order (layers, 2, tokens, kv_heads, head_size), keys before values.
+        payload: C-order (layers, 2, tokens, kv_heads, head_size), keys before values, in the header's format.
     """
 
     header: prefill_pb2.KvPage
@@ -41,18 +44,32 @@ def dtype_of(identity: ModelIdentity) -> torch.dtype:
     return DTYPES[identity.dtype]
 
 
-def tensor_over(payload: memoryview, identity: ModelIdentity) -> torch.Tensor:
-    """The elements of a payload, (elements,), in its memory."""
-    return torch.frombuffer(payload, dtype=DTYPES[identity.dtype])
+def tensor_over(exact: memoryview, identity: ModelIdentity) -> torch.Tensor:
+    """The elements of an exact payload, (elements,), in its memory."""
+    return torch.frombuffer(exact, dtype=DTYPES[identity.dtype])
 
 
-def num_bytes(identity: ModelIdentity, where: PageRange) -> int:
+def shape_of(identity: ModelIdentity, where: PageRange) -> tuple[int, int, int, int, int]:
+    """(layers, 2, tokens, kv_heads, head_size)"""
+    return (where.num_layers, 2, where.num_tokens, identity.num_kv_heads, identity.head_size)
+
+
+def num_bytes(identity: ModelIdentity, where: PageRange, form: PayloadFormat = PayloadFormat.EXACT) -> int:
     """Size of the payload of a page."""
-    return bytes_per_token_layer(identity) * where.num_layers * where.num_tokens
+    return payload.num_bytes(form, shape_of(identity, where), dtype_of(identity))
+
+
+def widen(received: memoryview, form: PayloadFormat, identity: ModelIdentity, where: PageRange) -> memoryview:
+    """The page as the cache has it, from a payload that has been verified. Raises InvalidKvPage."""
+    if form is PayloadFormat.EXACT:
+        return received
+    widened = payload.widen(received, form, shape_of(identity, where), dtype_of(identity))
+    exact: memoryview = widened.view(-1).view(torch.uint8).numpy().data
+    return exact
 
 
 def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator[PageRange]:
-    """Cuts a range into pages of at most `max_bytes`, all of its layers together where they fit.
+    """Cuts a range into pages of at most `max_bytes` of the cache, all of its layers together where they fit.
 
     A page never goes below one token in one layer, whatever the bound.
     """
@@ -66,7 +83,9 @@ def split(identity: ModelIdentity, where: PageRange, max_bytes: int) -> Iterator
             )
 
 
-def header_of(transfer_id: str, identity: ModelIdentity, where: PageRange) -> prefill_pb2.KvPage:
+def header_of(
+    transfer_id: str, identity: ModelIdentity, where: PageRange, form: PayloadFormat = PayloadFormat.EXACT
+) -> prefill_pb2.KvPage:
     """Without a checksum yet."""
     return prefill_pb2.KvPage(
         transfer_id=transfer_id,
@@ -75,7 +94,16 @@ def header_of(transfer_id: str, identity: ModelIdentity, where: PageRange) -> pr
         token_start=where.token_start,
         token_end=where.token_end,
         dtype=identity.dtype,
+        payload_format=payload_format_to_proto(form),
     )
+
+
+def format_of(header: prefill_pb2.KvPage) -> PayloadFormat:
+    """As it says, checked or not. Raises InvalidKvPage for none that is known."""
+    try:
+        return payload_format_from_proto(header.payload_format)
+    except ValueError as error:
+        raise InvalidKvPage(str(error)) from error
 
 
 def verify(
@@ -97,9 +125,9 @@ def range_of(header: prefill_pb2.KvPage) -> PageRange:
 
 
 def checksum(header: prefill_pb2.KvPage, pieces: Iterable[memoryview]) -> int:
-    """Of the header's ranges, transfer and dtype, and of the payload, in however many pieces."""
+    """Of the header's ranges, transfer, dtype and format, and of the payload, in however many pieces."""
     ranges = struct.pack("<4I", header.layer_start, header.layer_end, header.token_start, header.token_end)
-    digest = xxhash.xxh3_64(ranges)
+    digest = xxhash.xxh3_64(ranges + struct.pack("<I", header.payload_format))
     digest.update(f"{header.transfer_id}\0{header.dtype}\0".encode())
     for piece in pieces:
         digest.update(piece)

@@ -9,63 +9,46 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from baton.v1 import prefill_pb2
 from services.engine import interface
 from services.engine.page_range import PageRange
-from services.engine.request import FirstTokenSampled, KvComputed, ModelIdentity
-from services.kv import codec, page
+from services.engine.request import FirstTokenSampled, KvComputed
 from services.kv.background import Background
 from services.kv.data_server import DataStream
 from services.kv.resources import KvResources
+from services.prefill.page_sealer import PageSealer, SealedPage
 from services.wire import token_to_proto
 
 _MS = 1000.0
-SHARED_PAGE_BYTES = 8 * 1024 * 1024  # announcing one costs next to nothing; decode copies it in about a ms
 _MOST_AHEAD = 3  # pages that are copied out before their turn, so that the wire never waits for one
-
-
-class _Sealed(NamedTuple):
-    message: bytes
-    num_bytes: int  # of payload
-    pieces: Sequence[memoryview] = ()  # of payload, which go on the data connection after the message
 
 
 class KvSender:
     """The messages of one Prefill call, in the order they should go.
 
     Args:
-        max_page_bytes: of a page in a message.
+        sealer: makes the pages.
         num_held_tokens: first positions, which the receiver has.
-        is_shared: the receiver reads pages out of this worker's pool: they go as names of blocks.
-        data: a connection beside the messages, on which the bytes of pages go as soon as it is open.
+        data: where the pieces of pages go that the sealer leaves out of their messages.
     """
 
     def __init__(
         self,
         sequence: interface.Sequence,
-        identity: ModelIdentity,
-        transfer_id: str,
-        max_page_bytes: int,
+        sealer: PageSealer,
         resources: KvResources,
         num_held_tokens: int = 0,
-        *,
-        is_shared: bool = False,
         data: DataStream | None = None,
-        shared_page_bytes: int = SHARED_PAGE_BYTES,
     ) -> None:
         self._sequence = sequence
-        self._identity = identity
+        self._sealer = sealer
         self._num_prompt_tokens = len(sequence.request.prompt_token_ids)
-        self._transfer_id = transfer_id
-        self._max_page_bytes = shared_page_bytes if is_shared else max_page_bytes
         self._resources = resources
         self._num_held_tokens = num_held_tokens
-        self._is_shared = is_shared
         self._data = data
         self._waiting: deque[PageRange] = deque()
-        self._sealed: deque[_Sealed] = deque()
+        self._sealed: deque[SealedPage] = deque()
         self._first_token: FirstTokenSampled | None = None
         self._changed = asyncio.Event()
         self._has_ended = False
@@ -125,7 +108,7 @@ class KvSender:
                 if isinstance(event, KvComputed):
                     start = max(event.token_start, self._num_held_tokens)
                     where = PageRange(event.layer_start, event.layer_end, start, event.token_end)
-                    self._waiting.extend(page.split(self._identity, where, self._max_page_bytes))
+                    self._waiting.extend(self._sealer.split(where))
                 elif isinstance(event, FirstTokenSampled):
                     self._first_token = event
                 self._changed.set()
@@ -134,25 +117,10 @@ class KvSender:
             self._changed.set()
 
     def _seal(self, where: PageRange) -> None:
-        """In a thread, one page at a time."""
-        header = page.header_of(self._transfer_id, self._identity, where)
-        num_bytes = page.num_bytes(self._identity, where)
-        pieces: list[memoryview] = []
-        if self._is_shared:
-            view = self._sequence.kv.view_page(where)
-            header.blocks.extend(view.blocks)
-            message = codec.PageMessage(header, 0).finish(page.checksum(header, view.pieces))
-        elif self._data is not None and self._data.is_open:
-            pieces = self._sequence.kv.view_page(where).pieces
-            header.data_bytes = num_bytes
-            message = codec.PageMessage(header, 0).finish(page.checksum(header, pieces))
-        else:
-            draft = codec.PageMessage(header, num_bytes)
-            self._sequence.kv.export_page(where, page.tensor_over(draft.payload, self._identity))
-            message = draft.finish(page.checksum(header, [draft.payload]))
-        self._sealed.append(_Sealed(message, num_bytes, pieces))
+        """In a thread."""
+        self._sealed.append(self._sealer.seal(where))
 
-    def _count(self, sealed: _Sealed) -> bytes:
+    def _count(self, sealed: SealedPage) -> bytes:
         self.num_pages += 1
         self.num_bytes += sealed.num_bytes
         self._resources.traffic.sent += sealed.num_bytes

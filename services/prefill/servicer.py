@@ -12,13 +12,15 @@ from contextlib import ExitStack, aclosing
 from grpc import aio
 
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from services.engine.errors import EngineError
+from services.engine.errors import EngineError, InvalidRequest
 from services.engine.identity import check_compatible
 from services.engine.request import SequenceTimings, SubmitMode
 from services.kv.data_server import DataServer
+from services.kv.payload import PayloadFormat
 from services.prefill.kv_sender import KvSender
+from services.prefill.page_sealer import SHARED_PAGE_BYTES, PageSealer
 from services.rpc.status import DataConnectionLost, Draining, abort
-from services.wire import engine_request, identity_from_proto
+from services.wire import engine_request, identity_from_proto, payload_format_from_proto
 from services.worker import Worker
 
 PrefillContext = aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillMessage | bytes]
@@ -52,6 +54,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise Draining("this prefill worker is draining")
         identity = worker.engine.info.identity
         check_compatible(identity, identity_from_proto(request.identity))
+        form = _payload_format(request)
         accepted_ns = time.time_ns()
         sequence = worker.engine.submit(engine_request(request), SubmitMode.PREFILL_ONLY)
         pool = worker.engine.info.shared_pool
@@ -63,16 +66,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if self._data_server is not None and not is_shared:
                 data = exits.enter_context(self._data_server.expecting(request.transfer_id))
             await context.send_initial_metadata(())
-            sender = KvSender(
-                sequence,
+            sealer = PageSealer(
+                sequence.kv,
                 identity,
                 request.transfer_id,
-                min(request.max_page_bytes or worker.settings.max_page_bytes, worker.settings.max_page_bytes),
-                worker.kv,
-                request.num_held_tokens,
+                SHARED_PAGE_BYTES if is_shared else self._max_page_bytes(request),
+                form,
                 is_shared=is_shared,
                 data=data,
             )
+            sender = KvSender(sequence, sealer, worker.kv, request.num_held_tokens, data)
             async with aclosing(sender.messages()) as messages:
                 async for message in messages:
                     await context.write(message)
@@ -84,6 +87,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             if self._taken.get(request.transfer_id) is taken:
                 del self._taken[request.transfer_id]
             self._record_spans(accepted_ns, sequence.timings)
+
+    def _max_page_bytes(self, request: prefill_pb2.PrefillRequest) -> int:
+        ours = self._worker.settings.max_page_bytes
+        return min(request.max_page_bytes or ours, ours)
 
     def _record_spans(self, accepted_ns: int, timings: SequenceTimings) -> None:
         """Opens the stages' spans after the fact: the engine's thread only took durations."""
@@ -119,3 +126,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     ) -> AsyncIterator[common_pb2.Load]:
         async for load in self._worker.watch_load(request.interval_ms):
             yield load
+
+
+def _payload_format(request: prefill_pb2.PrefillRequest) -> PayloadFormat:
+    """Raises InvalidRequest."""
+    try:
+        return payload_format_from_proto(request.payload_format)
+    except ValueError as error:
+        raise InvalidRequest("payload_format", str(error)) from error

@@ -15,10 +15,12 @@ from services.engine.request import SampledToken, SubmitMode
 from services.engine.sim import SimEngine
 from services.kv.data_server import DataStream
 from services.kv.mapped_pool import map_pool
+from services.kv.payload import PayloadFormat
 from services.kv.resources import KvResources
 from services.kv.service import PrefillCall, PrefillClient
 from services.kv.shortcuts import Shortcuts
 from services.prefill.kv_sender import KvSender
+from services.prefill.page_sealer import PageSealer
 from services.rpc.channel import create_channel
 from services.wire import info_to_proto
 from tests.unit.engine.tiny_models import make_request
@@ -80,20 +82,19 @@ class Pair:
     resources: KvResources = field(default_factory=KvResources)
 
     async def record(
-        self, *, is_shared: bool = False, data: DataStream | None = None
+        self,
+        form: PayloadFormat = PayloadFormat.EXACT,
+        *,
+        is_shared: bool = False,
+        data: DataStream | None = None,
     ) -> tuple[Messages, Callable[[], None]]:
         """The honest messages, and what ends the transfer at the source."""
         sequence = self.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
-        sender = KvSender(
-            sequence,
-            self.source.info.identity,
-            TRANSFER,
-            MAX_PAGE_BYTES,
-            self.resources,
-            is_shared=is_shared,
-            shared_page_bytes=MAX_PAGE_BYTES,
-            data=data,
+        identity = self.source.info.identity
+        sealer = PageSealer(
+            sequence.kv, identity, TRANSFER, MAX_PAGE_BYTES, form, is_shared=is_shared, data=data
         )
+        sender = KvSender(sequence, sealer, self.resources, data=data)
         messages = [
             message if isinstance(message, bytes) else message.SerializeToString()
             async for message in sender.messages()
@@ -101,7 +102,13 @@ class Pair:
         return messages, sequence.release
 
     async def receive(
-        self, messages: Messages, *, is_shared: bool = False, ends: bool = True, data_port: int = 0
+        self,
+        messages: Messages,
+        form: PayloadFormat = PayloadFormat.EXACT,
+        *,
+        is_shared: bool = False,
+        ends: bool = True,
+        data_port: int = 0,
     ) -> bool:
         """Whether the transfer was taken for whole; joins then, which looks at every number.
 
@@ -119,14 +126,16 @@ class Pair:
                 client.shortcuts.pool = map_pool(info, self.source.info.identity)
                 assert client.shortcuts.pool is not None
             receiver = KvReceiver(
+                client,
                 sequence,
                 self.target.info.identity,
                 self.resources,
                 lambda message: sequence.accept_first_token(SampledToken(message.token.token_id)),
+                form,
             )
             request = prefill_pb2.PrefillRequest(max_page_bytes=MAX_PAGE_BYTES)
             try:
-                await receiver.pull(client, request, None)
+                await receiver.pull(request, None)
             except InvalidKvPage:
                 return False
             assert client.released == ([TRANSFER] if is_shared else [])
