@@ -99,6 +99,7 @@ class Target:
                 prompt_token_ids=prompt,
                 sampling=_greedy(1),
                 num_held_tokens=len(prompt),
+                payload_format=prefill_pb2.PAYLOAD_FORMAT_EXACT,
             )
         )
         first_s = prefill_ms = None

@@ -102,7 +102,11 @@ class Blockers:
             info = await worker.prefill.GetInfo(common_pb2.GetInfoRequest())
             for n in range(NUM_PREFILL_SLOTS):
                 request = decode_request(name, [])
-                asked = prefill_pb2.PrefillRequest(identity=info.identity, sampling=request.sampling)
+                asked = prefill_pb2.PrefillRequest(
+                    identity=info.identity,
+                    sampling=request.sampling,
+                    payload_format=prefill_pb2.PAYLOAD_FORMAT_EXACT,
+                )
                 asked.prompt_token_ids.extend([n] * _BLOCKER_PROMPT)
                 self._calls.append(worker.prefill.Prefill(asked))
             await eventually(lambda: _load_sums_to([worker], running=NUM_PREFILL_SLOTS))

@@ -9,11 +9,15 @@ import grpc
 import pytest
 from grpc import aio
 
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from services.rpc.status import failed_targets_of, is_fault
+from services.wire import identity_to_proto
 from tests.integration.cluster import Cluster, collect, generate_request, running_cluster
 from tests.integration.lies import LIES, Messages, first_token_only, nothing
 from tests.integration.lying_prefill import Tamper, lying_prefill
 from tests.waiting import eventually
+
+KV_BYTES_PER_TOKEN = 2 * 2 * 8 * 4  # of the simulated model: layers, keys and values, head size, float32
 
 
 @pytest.fixture
@@ -60,6 +64,31 @@ async def test_what_decode_holds_is_not_sent_again(cluster: Cluster) -> None:
         texts.add(reply.text)
     assert moved == [moved[0], moved[0] // 100, moved[0]]
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+@pytest.mark.parametrize(("payload", "share"), [("exact", 1), ("float16", 1 / 2), ("int8", (8 + 4) / 32)])
+async def test_decode_says_how_pages_look_on_the_wire(
+    tmp_path: Path, transport: str, payload: str, share: float
+) -> None:
+    """The simulated model's heads have 8 elements; it would notice another cache."""
+    async with running_cluster(tmp_path, kv_transport=transport, kv_payload=payload) as cluster:
+        for salt in ("a", "b"):  # the second may go on a data connection
+            request = generate_request(prefill_targets=cluster.targets, cache_salt=salt)
+            reply = await collect(cluster.stub.Generate(request))
+            assert reply.finished is not None
+            assert reply.finished.handoff.num_bytes == 100 * KV_BYTES_PER_TOKEN * share
+        assert len(reply.token_ids) == 40
+
+
+async def test_a_request_that_names_no_payload_format_is_refused(cluster: Cluster) -> None:
+    identity = identity_to_proto(cluster.prefill[0].worker.engine.info.identity)
+    request = prefill_pb2.PrefillRequest(identity=identity, prompt_token_ids=[1, 2])
+    async with aio.insecure_channel(cluster.targets[0]) as channel:
+        with pytest.raises(aio.AioRpcError) as caught:
+            await prefill_pb2_grpc.PrefillStub(channel).Prefill(request).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "payload_format" in (caught.value.details() or "")
 
 
 async def test_a_prompt_that_decode_holds_whole_is_not_handed_over(lenient: Cluster) -> None:

@@ -10,6 +10,7 @@ import pytest
 from baton.v1 import prefill_pb2
 from services.kv.data_connection import DataConnection
 from services.kv.data_server import HELLO_BYTES, DataServer
+from services.kv.payload import PayloadFormat
 from services.rpc.channel import DEFAULT_PINGS
 from services.rpc.status import DataConnectionLost
 from tests.unit.services.recorded_transfer import TRANSFER, Messages, Pair
@@ -18,14 +19,14 @@ from tests.waiting import eventually
 Release = Callable[[], None]
 
 
-async def record(pair: Pair) -> tuple[Messages, bytes, Release]:
+async def record(pair: Pair, form: PayloadFormat = PayloadFormat.EXACT) -> tuple[Messages, bytes, Release]:
     """Messages, the bytes of the pages that they name, and what ends the transfer at the source."""
     server = DataServer("127.0.0.1", 0)
     try:
         with server.expecting(TRANSFER) as stream:
             connection = await DataConnection.open("127.0.0.1", server.port, TRANSFER, DEFAULT_PINGS)
             await eventually(lambda: stream.is_open)
-            messages, release = await pair.record(data=stream)
+            messages, release = await pair.record(form, data=stream)
             received = bytearray(sum(_num_named(message) for message in messages))
             await connection.receive(memoryview(received))
             connection.close()
