@@ -12,14 +12,15 @@ from bench.transfer.settings import Settings
 
 RAW_ASYNCIO, RAW_THREADED = "raw_asyncio", "raw_threaded"
 GRPC, TCP, SHARED = "grpc", "tcp", "shared_memory"
-WAYS = (RAW_ASYNCIO, RAW_THREADED, GRPC, TCP, SHARED)
+FLOAT16, INT8 = "grpc_float16", "grpc_int8"
+WAYS = (RAW_ASYNCIO, RAW_THREADED, GRPC, FLOAT16, INT8, TCP, SHARED)
 
 Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Bulk:
-    """Bytes per second, by way; a round's figures stand at the same place in each."""
+    """Bytes of KV cache per second, by way; a round's figures stand at the same place in each."""
 
     num_bytes: int = 0
     num_messages: int = 0

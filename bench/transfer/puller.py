@@ -13,9 +13,12 @@ from bench.errors import BenchFailed
 from services.decode.kv_receiver import KvReceiver, Transfer
 from services.engine.config import EngineConfig
 from services.engine.errors import InvalidKvPage
+from services.engine.page_range import PageRange
 from services.engine.request import EngineRequest, ModelIdentity, SampledToken, SamplingParams, SubmitMode
 from services.engine.sim import SimEngine
 from services.engine.sim_model import write_sim_model
+from services.kv import page
+from services.kv.payload import PayloadFormat
 from services.kv.resources import KvResources
 from services.kv.service import PrefillClient
 from services.rpc.channel import create_channel
@@ -65,6 +68,7 @@ class Puller:
         self._page_bytes = page_bytes
         self._resources = KvResources()
         self._transport = KvTransport.GRPC
+        self._form = PayloadFormat.EXACT
 
     async def pull(self, prompt: Sequence[int], salt: str) -> Pull:
         """Hands one prompt's cache over; another salt finds nothing in the worker's prefix cache."""
@@ -81,6 +85,7 @@ class Puller:
                 self._identity,
                 self._resources,
                 lambda message: sequence.accept_first_token(SampledToken(message.token.token_id % 200)),
+                self._form,
             )
             asked = prefill_pb2.PrefillRequest(
                 identity=identity_to_proto(self._identity),
@@ -96,12 +101,15 @@ class Puller:
             raise BenchFailed(f"a page did not arrive as it should: {error}") from error
         finally:
             sequence.release()
-        if not self._has_gone_as_told(transfer):
+        if not self._has_gone_as_told(transfer, len(prompt)):
             raise BenchFailed(f"pages did not go the way that was to be measured: {transfer}")
         return Pull(seconds, transfer.after_first_token_s, transfer.pages.num_bytes, transfer.pages.num_pages)
 
-    def _has_gone_as_told(self, transfer: Transfer) -> bool:
+    def _has_gone_as_told(self, transfer: Transfer, num_tokens: int) -> bool:
         pages = transfer.pages
+        whole = PageRange(0, self._identity.num_layers, 0, num_tokens)
+        if pages.num_bytes != page.num_bytes(self._identity, whole, self._form):
+            return False
         others = pages.num_pages - pages.num_shared_pages - pages.num_data_pages
         match self._transport:
             case KvTransport.AUTO:
@@ -111,7 +119,7 @@ class Puller:
             case KvTransport.GRPC:
                 return others == pages.num_pages
 
-    async def use(self, transport: KvTransport) -> None:
+    async def use(self, transport: KvTransport, form: PayloadFormat = PayloadFormat.EXACT) -> None:
         """Pages come this way from now on. Raises BenchFailed if they cannot."""
         shortcuts = self._client.shortcuts
         await shortcuts.learn(self._identity, transport)
@@ -120,6 +128,7 @@ class Puller:
         if transport is KvTransport.TCP and shortcuts.data_address is None:
             raise BenchFailed("the worker has no port for data connections")
         self._transport = transport
+        self._form = form
 
 
 async def identity_of(address: str) -> ModelIdentity:

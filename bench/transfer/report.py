@@ -5,13 +5,26 @@ from collections.abc import Iterator, Mapping
 
 from bench.statistics import Spread, spread
 from bench.topic import Topic, make_topic
-from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, TCP, WAYS, Bulk, Overlap
+from bench.transfer.measure import (
+    FLOAT16,
+    GRPC,
+    INT8,
+    RAW_ASYNCIO,
+    RAW_THREADED,
+    SHARED,
+    TCP,
+    WAYS,
+    Bulk,
+    Overlap,
+)
 from bench.transfer.settings import Settings
 
 _TITLES = {
     RAW_ASYNCIO: "bare gRPC stream, asyncio client",
     RAW_THREADED: "bare gRPC stream, threaded client",
     GRPC: "Baton, in gRPC messages",
+    FLOAT16: "Baton, in gRPC messages as float16",
+    INT8: "Baton, in gRPC messages as int8",
     TCP: "Baton, on a TCP connection beside gRPC",
     SHARED: "Baton, through shared memory",
 }
@@ -57,7 +70,7 @@ def _bulk(bulk: Bulk) -> Topic:
         "memory, each in its own, and are only counted; its channel has the options of Baton's. Of the bare "
         "stream: against its faster client in the same round.",
         "",
-        "GB/s",
+        "GB/s of cache",
         "of the bare stream",
     )
     for way in WAYS:

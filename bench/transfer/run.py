@@ -13,7 +13,17 @@ from rich.console import Console
 
 from bench.machine import this_machine
 from bench.transfer import raw
-from bench.transfer.measure import GRPC, SHARED, TCP, Bulk, Overlap, measure_bulk, measure_overlap
+from bench.transfer.measure import (
+    FLOAT16,
+    GRPC,
+    INT8,
+    SHARED,
+    TCP,
+    Bulk,
+    Overlap,
+    measure_bulk,
+    measure_overlap,
+)
 from bench.transfer.puller import connected, identity_of, write_model
 from bench.transfer.report import result_line, topics
 from bench.transfer.settings import Settings
@@ -22,11 +32,18 @@ from cli import ports
 from cli.plan import Launch, Plan
 from services.engine.request import ModelIdentity
 from services.kv import page
+from services.kv.payload import PayloadFormat
 from services.settings import KvTransport
 
 _LEAST_WIDTH = 150  # columns, where stdout is a file
 _MIB = 1024 * 1024
-_TRANSPORTS = {GRPC: KvTransport.GRPC, TCP: KvTransport.TCP, SHARED: KvTransport.AUTO}
+_WAYS = {
+    GRPC: (KvTransport.GRPC, PayloadFormat.EXACT),
+    FLOAT16: (KvTransport.GRPC, PayloadFormat.FLOAT16),
+    INT8: (KvTransport.GRPC, PayloadFormat.INT8),
+    TCP: (KvTransport.TCP, PayloadFormat.EXACT),
+    SHARED: (KvTransport.AUTO, PayloadFormat.EXACT),
+}
 
 
 def run(settings: Settings, output: Path | None) -> None:
@@ -64,11 +81,11 @@ async def _measure(
     most_tokens = max(num_tokens, *settings.prompts)
     async with AsyncExitStack() as exits:
         pullers = {}
-        for way, transport in _TRANSPORTS.items():
+        for way, (transport, form) in _WAYS.items():
             pullers[way] = await exits.enter_async_context(
                 connected(simulated_address, settings.page_bytes, most_tokens)
             )
-            await pullers[way].use(transport)
+            await pullers[way].use(transport, form)
         real = await exits.enter_async_context(connected(real_address, settings.page_bytes, most_tokens))
         bulk = await measure_bulk(settings, num_tokens, pullers, raw_address, _progress)
         return bulk, await measure_overlap(settings, real, pullers[GRPC], _progress)

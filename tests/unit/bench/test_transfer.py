@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.transfer.measure import GRPC, RAW_ASYNCIO, RAW_THREADED, SHARED, TCP, Bulk, Overlap
+from bench.transfer.measure import (
+    FLOAT16,
+    GRPC,
+    INT8,
+    RAW_ASYNCIO,
+    RAW_THREADED,
+    SHARED,
+    TCP,
+    Bulk,
+    Overlap,
+)
 from bench.transfer.report import fraction_of_raw, result_line
 from bench.transfer.settings import Settings
 from cli import bench
@@ -21,6 +31,8 @@ def test_fractions_are_of_the_faster_bare_stream_of_the_same_round() -> None:
         RAW_ASYNCIO: [1e9, 4e9, 1e9],
         RAW_THREADED: [2e9, 1e9, 1e9],
         GRPC: [1e9, 1e9, 1e9],
+        FLOAT16: [2e9, 2e9, 2e9],
+        INT8: [3e9, 3e9, 3e9],
         TCP: [2e9, 3e9, 2e9],
         SHARED: [4e9, 4e9, 5e9],
     }
@@ -33,6 +45,7 @@ def test_fractions_are_of_the_faster_bare_stream_of_the_same_round() -> None:
     assert result["grpc_fraction_of_raw"] == 0.5
     assert result["tcp_fraction_of_raw"] == 1.0
     assert result["shm_gb_s"] == 4.0
+    assert (result["grpc_float16_gb_s"], result["grpc_int8_gb_s"]) == (2.0, 3.0)
     assert result["critical_path_share_1024"] == 0.2
     assert result["critical_path_share_1024_range"] == [0.1, 0.3]
 
