@@ -39,7 +39,8 @@ test: setup lint model
 
 # The random test first: it is the longest, and by itself. About three minutes on two busy cores.
 PYTEST_MATRIX = $(BIN)/pytest -n 2 --dist loadgroup -m matrix \
-	tests/integration/test_random_failures.py tests/integration/test_failure_matrix.py
+	tests/integration/test_random_failures.py tests/integration/test_failure_matrix.py \
+	tests/integration/test_failures_beside_messages.py
 
 test-matrix: setup
 	$(PYTEST_MATRIX)

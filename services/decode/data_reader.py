@@ -12,7 +12,9 @@ from services.engine.errors import InvalidKvPage
 from services.kv.data_connection import DataConnection
 from services.kv.resources import Staging
 
-_MOST_NAMED = 8  # pages whose bytes are still to come; a sender names one after it has sent the one before
+_MOST_NAMED = (
+    64  # pages whose bytes are still to come, before messages wait for them: buffers hold small ones
+)
 
 OnPage = Callable[[prefill_pb2.KvPage, memoryview, Callable[[], None]], Awaitable[None]]
 
@@ -53,8 +55,8 @@ class DataReader:
         """What has kept pages that were named from coming."""
         return self.failure if self._num_left else None
 
-    def name(self, header: prefill_pb2.KvPage) -> None:
-        """Its bytes are on their way.
+    async def name(self, header: prefill_pb2.KvPage) -> None:
+        """Its bytes are on their way. Waits while those of many others are, too.
 
         Raises InvalidKvPage for what nobody would send, and what has ended the reading.
         """
@@ -62,11 +64,8 @@ class DataReader:
             raise self.failure
         if header.data_bytes > self._most_bytes:
             raise InvalidKvPage(f"a page of {header.data_bytes} bytes, {self._most_bytes} were asked for")
-        try:
-            self._named.put_nowait(header)
-        except asyncio.QueueFull:
-            raise InvalidKvPage(f"more than {_MOST_NAMED} pages whose bytes have not come") from None
         self._num_left += 1
+        await self._named.put(header)
 
     async def drained(self) -> None:
         """Waits until every page that was named has been given to `on_page`."""

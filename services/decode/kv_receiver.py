@@ -106,10 +106,10 @@ class KvReceiver:
                         case "result":
                             result = message.result
                             await self._until_imported()
-                            if self._pages.counts.num_shared_pages:
-                                await self._client.release(self._transfer_id)
                             # All is here: whoever does not end the call is not waited for.
                             bound.reschedule(asyncio.get_running_loop().time() + _END_S)
+                            if self._pages.counts.num_shared_pages:
+                                await self._client.release(self._transfer_id)
                         case unknown:
                             raise InvalidKvPage(f"unknown prefill message {unknown!r}")
         except TimeoutError:
@@ -153,7 +153,7 @@ class KvReceiver:
             self._client.shortcuts.forget()  # another process answers at this address
 
     async def _take_page(self, received: page.Page) -> None:
-        self._pages.count(received, self._data)
+        await self._pages.count(received, self._data)
         if not received.header.data_bytes:  # else it is started when its bytes have come
             await self._pages.start(received)
 

@@ -67,7 +67,7 @@ class PageImporter:
         self._changed = asyncio.Event()
         self._imports = Background(resources.threads, self._changed.set)
 
-    def count(self, received: page.Page, data: DataReader | None) -> None:
+    async def count(self, received: page.Page, data: DataReader | None) -> None:
         """Counts a page, and names it to `data` if its bytes come there.
 
         Raises InvalidKvPage for what cannot be a page elsewhere, before its numbers are used, and what has
@@ -86,7 +86,7 @@ class PageImporter:
         elif header.data_bytes:
             if data is None:
                 raise InvalidKvPage("a page on a data connection, of which there is none")
-            data.name(header)
+            await data.name(header)
             num_bytes = header.data_bytes
             counts.num_data_pages += 1
         counts.num_pages += 1

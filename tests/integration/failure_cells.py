@@ -109,12 +109,12 @@ class Blockers:
                 )
                 asked.prompt_token_ids.extend([n] * _BLOCKER_PROMPT)
                 self._calls.append(worker.prefill.Prefill(asked))
-            await eventually(lambda: _load_sums_to([worker], running=NUM_PREFILL_SLOTS))
+            await eventually(lambda: load_sums_to([worker], running=NUM_PREFILL_SLOTS))
         else:
             request = decode_request(name, [self._rig.spare.address])
             request.sampling.max_tokens, request.sampling.ignore_eos = _BLOCKER_TOKENS, True
             self._calls.append(worker.decode.Generate(request))
-            await eventually(lambda: _load_sums_to([worker], running=1))
+            await eventually(lambda: load_sums_to([worker], running=1))
 
     def let_go(self) -> None:
         for call in self._calls:
@@ -165,9 +165,9 @@ async def reach(
     replies = [attempt.start() for attempt in attempts]
     match state:
         case State.QUEUED:
-            await eventually(lambda: _load_sums_to(queue_at, waiting=len(replies)))
+            await eventually(lambda: load_sums_to(queue_at, waiting=len(replies)))
         case State.PREFILLING:
-            await eventually(lambda: _load_sums_to([prefill], running=len(replies)))
+            await eventually(lambda: load_sums_to([prefill], running=len(replies)))
         case State.TRANSFERRING:
             for attempt, before in zip(attempts, crossed, strict=True):
                 await attempt.link.to_client.wait_for(before + _SOME_BYTES)
@@ -188,6 +188,6 @@ async def waiting_at(workers: Sequence[Worker]) -> Worker:
     return found
 
 
-async def _load_sums_to(workers: Sequence[Worker], **counts: int) -> bool:
+async def load_sums_to(workers: Sequence[Worker], **counts: int) -> bool:
     loads = await asyncio.gather(*(worker.load() for worker in workers))
     return all(sum(getattr(load, name) for load in loads) == count for name, count in counts.items())

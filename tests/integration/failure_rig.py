@@ -95,24 +95,28 @@ class GatewayProcess(ServedProcess):
 
 
 class Rig:
-    """Everything, started by `running_rig`."""
+    """Everything, started by `running_rig`; `overrides` are settings of the workers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **overrides: object) -> None:
         model = folder / "model"
         write_model(model)
         free = iter(free_addresses(7))
-        shared = _PINGS | {
-            "model": model,
-            "engine": "sim",
-            "local_prefill": "never",
-            "kv_transport": "grpc",  # what does not cross the link cannot be lost on it
-            "kv_memory_mb": 256,
-            "prefill_chunk": PREFILL_CHUNK,
-            "max_page_bytes": 64 * 1024,
-            "sim_token_ms": 5,
-            "sim_jitter_ms": 1,
-            "drain_s": 1,
-        }
+        shared = (
+            _PINGS
+            | {
+                "model": model,
+                "engine": "sim",
+                "local_prefill": "never",
+                "kv_transport": "grpc",  # what does not cross the link cannot be lost on it
+                "kv_memory_mb": 256,
+                "prefill_chunk": PREFILL_CHUNK,
+                "max_page_bytes": 64 * 1024,
+                "sim_token_ms": 5,
+                "sim_jitter_ms": 1,
+                "drain_s": 1,
+            }
+            | overrides
+        )
         slow = shared | {
             "sim_prefill_ms_per_token": PREFILL_MS_PER_TOKEN,
             "sim_token_ms": 0,  # the first token overtakes the pages of the last chunk
@@ -179,6 +183,18 @@ class Rig:
         failed = {p.name: status for p, status in zip(alive, statuses, strict=True) if status not in good}
         assert not failed, f"exit statuses after SIGTERM: {failed}"
         assert left_behind(processes) == []
+
+
+@asynccontextmanager
+async def running_workers(folder: Path, **overrides: object) -> AsyncIterator[Rig]:
+    """No gateways and no relays; links that may stay unused."""
+    rig = Rig(folder, **overrides)
+    async with AsyncExitStack() as exits:
+        exits.push_async_callback(rig.close)
+        for link in rig.links:
+            await exits.enter_async_context(link)
+        await rig.ready()
+        yield rig
 
 
 @asynccontextmanager

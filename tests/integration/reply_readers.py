@@ -25,6 +25,7 @@ class ReadReply:
         seen_text: set with the first text.
         complete: its end has come, and was no error.
         error: status name or code of a typed error.
+        details: what else it says.
         took_s: from the request to the end.
     """
 
@@ -34,6 +35,7 @@ class ReadReply:
         self.seen_text = asyncio.Event()
         self.complete = False
         self.error: str | None = None
+        self.details = ""
         self.took_s = 0.0
         self._began = time.monotonic()
         self._reading = asyncio.create_task(self._run())
@@ -77,6 +79,7 @@ class DecodeReply(ReadReply):
         request: decode_pb2.GenerateRequest,
         deadline_s: float,
     ) -> None:
+        self.request = request
         self.token_ids: list[int] = []
         self.finished: decode_pb2.Finished | None = None
         self._call = stub.Generate(request, timeout=deadline_s)
@@ -93,7 +96,7 @@ class DecodeReply(ReadReply):
                     self.finished = part
             self.complete = self.finished is not None
         except aio.AioRpcError as error:
-            self.error = error.code().name
+            self.error, self.details = error.code().name, error.details() or ""
         finally:
             self._call.cancel()
 

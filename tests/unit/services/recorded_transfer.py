@@ -87,12 +87,13 @@ class Pair:
         *,
         is_shared: bool = False,
         data: DataStream | None = None,
+        max_page_bytes: int = MAX_PAGE_BYTES,
     ) -> tuple[Messages, Callable[[], None]]:
         """The honest messages, and what ends the transfer at the source."""
         sequence = self.source.submit(make_request(PROMPT, 4), SubmitMode.PREFILL_ONLY)
         identity = self.source.info.identity
         sealer = PageSealer(
-            sequence.kv, identity, TRANSFER, MAX_PAGE_BYTES, form, is_shared=is_shared, data=data
+            sequence.kv, identity, TRANSFER, max_page_bytes, form, is_shared=is_shared, data=data
         )
         sender = KvSender(sequence, sealer, self.resources, data=data)
         messages = [

@@ -13,20 +13,22 @@ from services.kv.data_server import HELLO_BYTES, DataServer
 from services.kv.payload import PayloadFormat
 from services.rpc.channel import DEFAULT_PINGS
 from services.rpc.status import DataConnectionLost
-from tests.unit.services.recorded_transfer import TRANSFER, Messages, Pair
+from tests.unit.services.recorded_transfer import MAX_PAGE_BYTES, PROMPT, TRANSFER, Messages, Pair
 from tests.waiting import eventually
 
 Release = Callable[[], None]
 
 
-async def record(pair: Pair, form: PayloadFormat = PayloadFormat.EXACT) -> tuple[Messages, bytes, Release]:
+async def record(
+    pair: Pair, form: PayloadFormat = PayloadFormat.EXACT, max_page_bytes: int = MAX_PAGE_BYTES
+) -> tuple[Messages, bytes, Release]:
     """Messages, the bytes of the pages that they name, and what ends the transfer at the source."""
     server = DataServer("127.0.0.1", 0)
     try:
         with server.expecting(TRANSFER) as stream:
             connection = await DataConnection.open("127.0.0.1", server.port, TRANSFER, DEFAULT_PINGS)
             await eventually(lambda: stream.is_open)
-            messages, release = await pair.record(form, data=stream)
+            messages, release = await pair.record(form, data=stream, max_page_bytes=max_page_bytes)
             received = bytearray(sum(_num_named(message) for message in messages))
             await connection.receive(memoryview(received))
             connection.close()
@@ -79,6 +81,18 @@ async def test_bytes_that_are_left_out_or_swapped_are_an_error(pair: Pair) -> No
     for damaged in (data[half:] + data[:half], data[1:] + b"x", b"x" + data[:-1]):
         async with serving(damaged) as port:
             assert not await pair.receive(messages, data_port=port)
+    release()
+
+
+async def test_messages_may_be_far_ahead_of_their_bytes(pair: Pair) -> None:
+    """Small pages lie in the system's buffers by the dozen."""
+    messages, data, release = await record(pair, max_page_bytes=128)
+    assert len(messages) > len(PROMPT)
+    async with serving(data) as port:
+        assert await asyncio.wait_for(pair.receive(messages, data_port=port), 10)
+    async with serving(data[: len(data) // 2]) as port:
+        with pytest.raises(DataConnectionLost):
+            await asyncio.wait_for(pair.receive(messages, data_port=port), 10)
     release()
 
 
